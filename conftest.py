@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 from collections.abc import Generator, Iterator
 
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # as in many images: each process would compile torch anew
@@ -20,6 +21,8 @@ from nrl.runtime.executables.registry import EXECUTABLES
 
 torch.set_num_threads(1)  # small tensors: more threads cost more than they give, and sums keep one order
 
+_MATHEMATICS = ("tests/algos/", "tests/batch/", "tests/properties/", "tests/test_reduce.py", "nrl/")
+
 hypothesis.settings.register_profile("nrl", derandomize=True, deadline=None, print_blob=True)
 hypothesis.settings.load_profile("nrl")
 
@@ -32,6 +35,24 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return cores + 1 if whole and not {"-k", "-m"} & set(config.invocation_params.args) else 0
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Branches are counted in tests of the mathematics: to trace the others costs as much time as they take.
+
+    The marker `no_cover` of pytest-cov does not help in processes of xdist, which have two tracers.
+    """
+    tracers = sys.gettrace(), threading.gettrace()
+    if item.nodeid.startswith(_MATHEMATICS) or tracers == (None, None):
+        return (yield)
+    sys.settrace(None)
+    threading.settrace(None)
+    try:
+        return (yield)
+    finally:
+        sys.settrace(tracers[0])
+        threading.settrace(tracers[1])
 
 
 @pytest.hookimpl(wrapper=True)

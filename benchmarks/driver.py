@@ -46,11 +46,12 @@ from nrl.runtime import P, cluster, merged, shard_map
 from nrl.runtime.executables.registry import Executable
 from nrl.runtime.mesh import mapping
 from nrl.runtime.mesh.local import LocalCluster
-from nrl.runtime.mesh.placement import Mesh, Processes
+from nrl.runtime.mesh.placement import Mesh
+from nrl.runtime.mesh.processes import Processes
 from nrl.runtime.ray.call_arguments import Arguments
 from nrl.runtime.ray.messages import Receipt
 from nrl.runtime.ray.pickling import serialized
-from nrl.runtime.ray.processes import RayProcesses
+from nrl.runtime.ray.processes import RayProcesses, Seat
 
 __all__ = ["Nowhere", "Parts", "Replies", "main", "measure", "options", "report", "skewed", "stood_in"]
 
@@ -336,7 +337,7 @@ class Nowhere(LocalCluster):
     def start(self, mesh: Mesh, executable: Executable) -> Processes:
         """Nobody, once for each slot."""
         actors = [_Actor(rank, self.replies) for rank in range(mesh.size)]
-        return RayProcesses(mesh, actors, [("node", "address")] * mesh.size, 60.0, actors.__getitem__)
+        return RayProcesses(mesh, actors, [Seat("node", "address")] * mesh.size, 60.0, actors.__getitem__)
 
     def __enter__(self) -> "Nowhere":
         return self

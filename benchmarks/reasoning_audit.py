@@ -28,7 +28,7 @@ from nrl.envs.reasoning.scorers import EXACT, MENDED
 from nrl.envs.reasoning.tasks import datasets, reasoning_gym, task
 from nrl.envs.reasoning.worker import Source, answer_requests
 from nrl.runtime.executables.registry import executable
-from nrl.runtime.threads import cores
+from nrl.runtime.node.cgroups import cores
 
 __all__ = [
     "ALSO_RIGHT",

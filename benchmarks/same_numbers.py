@@ -48,7 +48,7 @@ PARTS = {
     "vllm": "cluster=ray dp=2 sampler=vllm-cpu engine.kv_cache_memory_bytes=134217728",
 }
 RUNS = [(part, name) for part in PARTS for name in EXAMPLES if part != "vllm" or name == "grpo"]
-CLOCK = re.compile(r"^time/|^tokens_per_second$")  # the metrics that differ from run to run of one commit: no others do
+CLOCK = re.compile(r"^time/|^device/|^tokens_per_second$")  # metrics that differ between runs of one commit: no others
 
 
 def options(words: Sequence[str] | None = None) -> argparse.Namespace:

@@ -27,6 +27,7 @@
     ├── CheckpointError                   a checkpoint that cannot be written, or that is not what was written
     ├── DataError (ValueError)            a data file or a row of it that cannot be used
     ├── ModelError (ValueError)           a model or tokenizer that cannot be loaded or cannot do what is asked
+    ├── NotDeterministic (RuntimeError)   deterministic=true, and an operation that has no deterministic kernel
     ├── GenerationError (ValueError)      a request that a sampler cannot serve
     │   └── LostRequest                   engines died with it, or a server failed, as often as it may be asked
     ├── RolloutMismatch                   trainer and sampler disagree about sampled tokens by more than a run allows
@@ -63,6 +64,7 @@ __all__ = [
     "MissingOutput",
     "ModelError",
     "MutatedBatch",
+    "NotDeterministic",
     "NotFinite",
     "NrlError",
     "PlacementError",
@@ -233,6 +235,10 @@ class DataError(NrlError, ValueError):
 
 class ModelError(NrlError, ValueError):
     """A model or tokenizer that cannot be loaded or cannot do what is asked of it."""
+
+
+class NotDeterministic(NrlError, RuntimeError):
+    """``deterministic=true``, and an operation that has no deterministic kernel on the device."""
 
 
 class GenerationError(NrlError, ValueError):

@@ -1,27 +1,40 @@
 """Files that are hashed while they are written, so that nobody reads them back for their checksum.
 
-All that was written into a folder, and into those within it, stands in one manifest, which is written last.
+All that was written into a folder, and into those within it, stands in one manifest, which is written last. A folder
+lies on a disk, and is a `pathlib.Path`; or in a store of objects, and is an `upath.UPath`, which has the same methods.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from tempfile import TemporaryDirectory
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
 
-from nrl.errors import CheckpointError
+from nrl.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from upath import UPath
 
 __all__ = [
     "MANIFEST",
     "Buffer",
+    "Folder",
     "Saved",
     "Written",
+    "at",
+    "check_parts",
     "check_sizes",
     "check_sums",
     "files_of",
     "flush",
+    "make",
+    "on_disk",
+    "part",
     "read_manifest",
     "saved_in",
     "write",
@@ -31,6 +44,73 @@ __all__ = [
 MANIFEST = "manifest.json"
 
 type Buffer = bytes | bytearray | memoryview
+type Folder = Path | UPath
+"""A folder, or a file, on a disk or in a store of objects. There it has no parts that could be locked or renamed."""
+
+_BLOCK = 1 << 24  # bytes that are asked of a store at once, where a whole file is read
+
+
+def at(where: str | Folder) -> Folder:
+    """The folder of a path, or of an URL such as ``s3://bucket/runs/qwen``.
+
+    Raises:
+        ConfigError: there is no such protocol, or its package is not installed.
+
+    >>> at("runs/qwen"), str(at("memory://runs/qwen") / "train")
+    (PosixPath('runs/qwen'), 'memory://runs/qwen/train')
+    """
+    if not isinstance(where, str):
+        return where
+    protocol, url, _ = where.partition("://")
+    if not url:
+        return Path(where)
+    from upath import UPath  # what has no store does without it
+
+    local: dict[str, Any] = (
+        {"auto_mkdir": True} if protocol in ("file", "local") else {}
+    )  # what lists must see what others wrote
+    try:
+        found = UPath(where, use_listings_cache=False, **local)
+        _ = found.fs
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"{where}: this store cannot be reached ({error}). Each protocol is a package of fsspec, such as s3fs for "
+            "s3:// and gcsfs for gs://: install it here and where trainers run, or give the path of a folder"
+        ) from error
+    return cast("UPath", found)
+
+
+def make(folder: Folder) -> None:
+    """Make a folder, and those above it. A store has none that could be made.
+
+    >>> make(at("memory://runs/qwen"))
+    """
+    if isinstance(folder, Path):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def on_disk(folder: Folder) -> Iterator[Path]:
+    """A folder of files as one on the disk: itself, or a copy for as long as the block lasts.
+
+    >>> _ = write(at("memory://letters") / "abc", [b"abc"])
+    >>> with on_disk(at("memory://letters")) as here:
+    ...     print((here / "abc").read_text())
+    abc
+    """
+    if isinstance(folder, Path):
+        yield folder
+        return
+    with TemporaryDirectory() as made:
+        for each in folder.iterdir():
+            (Path(made) / each.name).write_bytes(each.read_bytes())
+        yield Path(made)
+
+
+def _opened(path: Folder, mode: str) -> IO[bytes]:
+    if isinstance(path, Path):
+        return cast("IO[bytes]", path.open(mode))
+    return cast("IO[bytes]", path.fs.open(path.path, mode, block_size=_BLOCK))
 
 
 class Written(NamedTuple):
@@ -63,10 +143,10 @@ class Saved(NamedTuple):
     record: Mapping[str, Any]
 
 
-def write(path: Path, parts: Iterable[Buffer]) -> Written:
+def write(path: Folder, parts: Iterable[Buffer]) -> Written:
     """Write a file from its parts and hash them on the way; the file is on the disk when this returns.
 
-    Its folder is not: see `flush`.
+    Its folder is not: see `flush`. A store has the file when it is complete.
 
     Args:
         path: of the file; one that is there is replaced.
@@ -80,21 +160,24 @@ def write(path: Path, parts: Iterable[Buffer]) -> Written:
     True
     """
     size, digest = 0, hashlib.sha256()
-    with path.open("wb") as file:
+    with _opened(path, "wb") as file:
         for part in parts:
             digest.update(part)
             size += file.write(part)
-        file.flush()
-        os.fsync(file.fileno())
+        if isinstance(path, Path):
+            file.flush()
+            os.fsync(file.fileno())
     return Written(size, digest.hexdigest())
 
 
-def flush(folder: Path) -> None:
-    """Flush the names in a folder to the disk.
+def flush(folder: Folder) -> None:
+    """Flush the names in a folder to the disk; a store needs no such thing.
 
     >>> import tempfile
     >>> flush(Path(tempfile.mkdtemp()))
     """
+    if not isinstance(folder, Path):
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -102,7 +185,37 @@ def flush(folder: Path) -> None:
         os.close(descriptor)
 
 
-def check_sizes(folder: Path, files: Mapping[str, Written]) -> None:
+def part(rank: int, count: int) -> str:
+    """The name of the file of one process of ``count``.
+
+    >>> part(0, 2)
+    '00001-of-00002.safetensors'
+    """
+    return f"{rank + 1:05}-of-{count:05}.safetensors"
+
+
+def check_parts(folder: Folder, names: Collection[str]) -> None:
+    """Check that of the files of processes, which `part` names, there are those of all; and any that lies right there.
+
+    Raises:
+        CheckpointError: one is missing.
+
+    >>> check_parts(Path("there/is/half"), ["00001-of-00002.safetensors"])
+    Traceback (most recent call last):
+    nrl.errors.CheckpointError: there/is/half: of what 2 processes wrote, 00002-of-00002.safetensors is missing
+    """
+    if all("/" in name for name in names):
+        raise CheckpointError(f"{folder}: nothing is there of what processes wrote")
+    for count in sorted({int(found[1]) for name in names if (found := _PART.fullmatch(name))}):
+        if lost := sorted({part(rank, count) for rank in range(count)} - set(names)):
+            more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+            raise CheckpointError(f"{folder}: of what {count} processes wrote, {lost[0]}{more} is missing")
+
+
+_PART = re.compile(r"\d+-of-(\d+)\.safetensors")
+
+
+def check_sizes(folder: Folder, files: Mapping[str, Written]) -> None:
     """Check that files exist and have the size that was written, without reading them.
 
     Raises:
@@ -120,7 +233,7 @@ def check_sizes(folder: Path, files: Mapping[str, Written]) -> None:
             raise CheckpointError(f"{folder}: the file {name} has {found} bytes, and had {size}")
 
 
-def check_sums(folder: Path, files: Mapping[str, Written]) -> None:
+def check_sums(folder: Folder, files: Mapping[str, Written]) -> None:
     """Read files, several at once, and compare their content with what was written.
 
     Raises:
@@ -136,12 +249,12 @@ def check_sums(folder: Path, files: Mapping[str, Written]) -> None:
                 raise CheckpointError(f"{folder}: the file {name} was altered; its checksum is not what was written")
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _sha256(path: Folder) -> str:
+    with _opened(path, "rb") as file:
+        return hashlib.file_digest(cast("Any", file), "sha256").hexdigest()
 
 
-def write_manifest(folder: Path, files: Mapping[str, Written], values: Mapping[str, Any], **about: Any) -> Written:
+def write_manifest(folder: Folder, files: Mapping[str, Written], values: Mapping[str, Any], **about: Any) -> Written:
     """Write the manifest of a folder, with a checksum of itself; the names in the folder are on the disk, too.
 
     Args:
@@ -163,19 +276,26 @@ def write_manifest(folder: Path, files: Mapping[str, Written], values: Mapping[s
     return written
 
 
-def read_manifest(folder: Path) -> dict[str, Any] | None:
+def read_manifest(folder: Folder) -> dict[str, Any] | None:
     """The manifest of a folder. None: it cannot be read, or is not what was written.
+
+    Raises:
+        OSError: a store does not answer.
 
     >>> read_manifest(Path("there/is/none"))
     """
     try:
         manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
         return manifest if manifest.pop("sha256") == _seal(manifest) else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
+    except OSError as error:
+        if isinstance(folder, Path) or isinstance(error, FileNotFoundError):
+            return None
+        raise  # what could not be asked for may well be there
 
 
-def saved_in(folder: Path) -> Saved | None:
+def saved_in(folder: Folder) -> Saved | None:
     """What the manifest of a folder, or of the one above it, says of it. None: there is none that does.
 
     Raises:

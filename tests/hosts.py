@@ -1,7 +1,8 @@
 """A second host, or two: network namespaces, with a slow, lossy cable. They need root, Linux, iproute2.
 
 As a program this file is the cable. It makes the namespaces, holds them, and carries packets between two TUN devices,
-in user space: few kernels have netem. All of it is gone with its process, which ends with its standard input.
+in user space: few kernels have netem. Or it carries frames between two TAP devices of the namespace that it runs in.
+All of it is gone with its process, which ends with its standard input.
 """
 
 import fcntl
@@ -15,16 +16,16 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
-__all__ = ["FIRST", "SECOND", "Host", "hosts"]
+__all__ = ["FIRST", "SECOND", "Host", "cable", "hosts"]
 
 FIRST, SECOND = "198.18.0.1", "198.18.0.2"  # of a network that is kept for tests of networks
-_TUNSETIFF, _TUN_WITHOUT_HEADER = 0x400454CA, 0x1001
+_TUNSETIFF, _TUN, _TAP = 0x400454CA, 0x1001, 0x1002  # devices whose packets, or frames, have no header before them
 _PACKET = 2**16
 
 
@@ -51,21 +52,49 @@ def hosts(milliseconds: float, percent: float, *, here: bool = False) -> Iterato
     """
     if missing := [each for each in ("ip", "nsenter") if shutil.which(each) is None]:
         pytest.skip(f"a second host needs the command {missing[0]}, of iproute2 and util-linux")
-    words = [sys.executable, __file__, str(milliseconds), str(percent), "here" if here else "there"]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as cable:
-        assert cable.stdout is not None
-        found = json.loads(cable.stdout.readline())
-        if isinstance(found, str):
-            pytest.skip(f"a second host needs network namespaces and TUN devices: {found}")
-        enter = [() if each is None else ("nsenter", f"--net=/proc/{cable.pid}/fd/{each}") for each in found]
+    with _running(milliseconds, percent, ["here" if here else "there"]) as (pid, found):
+        enter = [() if each is None else ("nsenter", f"--net=/proc/{pid}/fd/{each}") for each in found]
         yield Host(FIRST, enter[0]), Host(SECOND, enter[1])
+
+
+@contextmanager
+def cable(milliseconds: float, percent: float, ends: tuple[str, str], enter: Sequence[str] = ()) -> Iterator[None]:
+    """A cable for frames, until the block is left: two devices for bridges.
+
+    Args:
+        milliseconds: that a frame takes, each way.
+        percent: of frames that are lost, each way.
+        ends: the names that the devices get.
+        enter: the words that enter the network that they are in.
+    """
+    with _running(milliseconds, percent, ends, enter):
+        yield
+
+
+@contextmanager
+def _running(
+    milliseconds: float, percent: float, what: Sequence[str], enter: Sequence[str] = ()
+) -> Iterator[tuple[int, Any]]:
+    """The process of a cable, and what it says."""
+    words = [*enter, sys.executable, __file__, str(milliseconds), str(percent), *what]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        found = json.loads(process.stdout.readline())
+        if isinstance(found, str):
+            pytest.skip(f"a slow cable needs network namespaces and TUN devices: {found}")
+        yield process.pid, found
+
+
+def _end(name: str, kind: int) -> tuple[int, str]:
+    """A new device in the network of this thread, as a file, and its name."""
+    end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    made = fcntl.ioctl(end, _TUNSETIFF, struct.pack("16sH22x", name.encode(), kind))
+    return end, made[:16].rstrip(b"\0").decode()
 
 
 def _plugged(address: str) -> int:
     """The end of the cable in the network of this thread."""
-    end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-    made = fcntl.ioctl(end, _TUNSETIFF, struct.pack("16sH22x", b"nrl%d", _TUN_WITHOUT_HEADER))
-    name = made[:16].rstrip(b"\0").decode()
+    end, name = _end("nrl%d", _TUN)
     for words in (
         ["addr", "add", f"{address}/30", "dev", name],
         ["link", "set", name, "up"],
@@ -109,9 +138,9 @@ def _carry(ends: list[int], delay: float, loss: float) -> None:
                 os.write(end, packets.popleft()[1])
 
 
-def _main(milliseconds: str, percent: str, where: str) -> None:
+def _main(milliseconds: str, percent: str, *what: str) -> None:
     try:
-        ends, networks = _ends(where == "here")
+        ends, networks = _ends(what == ("here",)) if len(what) == 1 else ([_end(name, _TAP)[0] for name in what], [])
     except (OSError, AttributeError, subprocess.CalledProcessError) as error:
         print(json.dumps(f"{error}"), flush=True)
         return

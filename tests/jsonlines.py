@@ -14,7 +14,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def untimed(out: Path) -> dict[str, list[dict[str, Any]]]:
     """What every log in a run's folder says, but for times."""
-    timed = ("time/", "tokens_per_second")
+    timed = ("time/", "tokens_per_second", "device/")
     return {
         path.name: [{k: v for k, v in line.items() if not k.startswith(timed)} for line in lines(path)]
         for path in sorted(out.glob("*.jsonl"))

@@ -237,6 +237,14 @@ def test_the_benchmarks_of_a_lag_run_as_scripts(tmp_path: Path) -> None:
     assert [len(zero), len(one)] == [2, 2]
 
 
+def test_saving_says_how_long_a_step_waits(tmp_path: Path) -> None:
+    assert "copy / disk" in run("saving", "--quick", "--folder", str(tmp_path), "--out", str(tmp_path / "saving.json"))
+    pairs = json.loads((tmp_path / "saving.json").read_text())
+    assert [sorted(pair) for pair in pairs] == [["copy", "disk"]] * 2
+    assert all(pair["copy"]["waited"] < pair["copy"]["written"] for pair in pairs)
+    assert [path.name for path in tmp_path.iterdir()] == ["saving.json"]
+
+
 def test_what_is_outside_of_rollout_and_training_adds_up() -> None:
     [step] = overhead.measure(1, 2, 2)
     for kind in ("cpu", "wall"):

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FILES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks" / "README.md"]
+PLACES = "*.md", "docs/**/*.md", "benchmarks/README.md", "deploy/README.md"
+FILES = [path for place in PLACES for path in ROOT.glob(place)]
 PAGES = sorted(str(path.relative_to(ROOT)) for path in FILES)
 FENCE = re.compile(r"^```(\S*)[ \t]*([^\n]*)\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)

@@ -17,7 +17,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "imports", "files", "lazy"),
     ("reduce", "batch"),
     ("algos", "config", "log", "envs"),
-    ("runtime.executables", "runtime.node", "runtime.preemption", "runtime.threads", "runtime.trace"),
+    (
+        "runtime.executables",
+        "runtime.node",
+        "runtime.ports",
+        "runtime.preemption",
+        "runtime.segments",
+        "runtime.threads",
+        "runtime.trace",
+    ),
     ("envs.gym_config", "runtime.mesh"),
     ("runtime.ray", "runtime.transfer"),
     ("envs.pools.child", "envs.pools.frames", "envs.pools.worker", "envs.user_code"),
@@ -41,7 +49,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("runtime.clusters",),
     ("runtime",),
-    ("backends.base", "backends.engines", "backends.samplers"),
+    ("runtime.doctor",),
+    ("backends.base", "backends.engines", "backends.samplers", "backends.to_save"),
     ("backends.models",),
     ("backends.publishing", "backends.sampling", "backends.training"),
     ("backends.fsdp", "backends.hf", "backends.openai", "backends.vllm"),
@@ -70,7 +79,13 @@ LIGHT = (
         "nrl.log",
         "nrl.runs.exits",
     ),
-    *("nrl.runtime.executables", "nrl.runtime.node", "nrl.runtime.preemption", "nrl.runtime.threads"),
+    *(
+        "nrl.runtime.executables",
+        "nrl.runtime.node",
+        "nrl.runtime.ports",
+        "nrl.runtime.preemption",
+        "nrl.runtime.threads",
+    ),
 )
 NOT_LIGHT = ("nrl.command.gym.playing", "nrl.envs.pools.meshes", "nrl.envs.scoring")
 """What starts in a fraction of a second: an environment, a worker of a pool, the command; torch takes seconds."""

@@ -109,7 +109,8 @@ def test_a_recipe_runs(recipe: Path, tmp_path: Path) -> None:
     name = Path(config.load(example.Config, [str(recipe)]).model).name
     settings = [str(recipe), f"model={tiny_llama(name, tmp_path / 'model')}", f"out={out}", "steps=2"]
     grpo = recipe.stem.startswith("grpo")
-    cfg = config.load(example.Config, settings + ["sampling.max_new_tokens=1"] * grpo)
+    patient = ["env={math: {timeout: 60}}"]  # a comparison takes longer than a second where a machine is busy
+    cfg = config.load(example.Config, settings + ["sampling.max_new_tokens=1", *patient] * grpo)
     example.main(attrs.evolve(cfg, **HERE.get(recipe.stem, {})))
     found = lines(out / "metrics.jsonl")
     assert len(found) == 2

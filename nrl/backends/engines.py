@@ -9,8 +9,9 @@ from torch import Tensor
 
 from nrl.algos import Loss
 from nrl.backends.base import Bucket, Chunks, Piece, Sampling
+from nrl.backends.to_save import ToSave
 from nrl.batch import Batch
-from nrl.files import Saved
+from nrl.files import Folder
 from nrl.reduce import Metrics
 
 __all__ = ["Decoded", "Receives", "Request", "SampleEngine", "TrainEngine"]
@@ -113,27 +114,24 @@ class TrainEngine[S, M](Protocol):
         """
         ...
 
-    def save(self, state: S, params: M, folder: Path) -> Saved:
-        """Write all that `restore` needs.
+    def save(self, state: S, params: M) -> ToSave:
+        """All that `restore` needs: the files of this process, and a record. Nothing is written or copied yet.
 
         ``params`` are the state's, or their `adapter` alone, where the base is the model's own and can be left out.
-        When one process returns, the files of all are on the disk (see `nrl.files.write`).
-
-        Returns:
-            The files that this process wrote, by their names in the folder, and a record. The first process's record
-            goes into the manifest, and from there to `restore` in each process.
+        Names of files differ between processes. The first process's record goes into the manifest, and from there to
+        `restore` in each process.
         """
         ...
 
-    def restore(self, folder: Path, record: Mapping[str, Any]) -> S:
+    def restore(self, folder: Folder, record: Mapping[str, Any]) -> S:
         """The state that was saved, by any number of processes; raises `CheckpointError` where a part is missing."""
         ...
 
-    def save_params(self, params: M, folder: Path) -> Saved:
+    def save_params(self, params: M) -> ToSave:
         """As `save`, for params and `restore_params`."""
         ...
 
-    def restore_params(self, folder: Path, record: Mapping[str, Any]) -> M:
+    def restore_params(self, folder: Folder, record: Mapping[str, Any]) -> M:
         """The frozen params that were saved."""
         ...
 
@@ -182,7 +180,8 @@ class Decoded(NamedTuple):
 class SampleEngine(Protocol):
     """The engine that the author of a sampler writes; it samples in one process.
 
-    It may satisfy `nrl.runtime.mesh.current_process.Rests`, too.
+    It may satisfy `nrl.runtime.mesh.resting.Rests`, too. And it may have ``matrices``, the one dtype that it
+    keeps all weights of more than one dimension in: then they come in that dtype.
 
     `nrl.backends.sampling.pool.EnginePool` makes a sampler of such engines; `nrl.backends.hf.hf_engine` and
     `nrl.backends.vllm.vllm_engine` hold two of them.

@@ -70,13 +70,13 @@ def publish(params: Params, sampler: Sampler, inflight: Inflight = "wait") -> in
     _check_lag(params.handle.mesh, sampler)
     # Other weights, such as a reference's, count on from the sampler's version, or two would share a number
     version = params.version if params.published else max(params.version, sampler.version) + 1
-    weights = Weights(params, _given(params, sampler))
+    weights = Weights(params, sampler, _given(params, sampler))
     sampler.receive(weights, version, inflight=inflight)
     params.version, params.published = version, True
     if capabilities(sampler).tolerance is not None:
         probed = cast(Probed, sampler)
         try:
-            weights.check(sampler, version, lambda *asked: probed.everywhere(*asked).result())
+            weights.check(version, probed.everywhere)
         except WeightMismatch as error:
             probed.distrust(str(error))
             raise
@@ -87,7 +87,7 @@ def _check_lag(trainer: Mesh, sampler: Sampler) -> None:
     """Refuse a lag on shared GPUs: the meshes take turns there, so sampling early would only wait for the trainer."""
     lag, meshes = getattr(sampler, "lag", 0), getattr(sampler, "meshes", ())
     there = {index for mesh in meshes if mesh.cluster is trainer.cluster for index in mesh.slots.indices}
-    if lag and trainer.cluster.gpus and (shared := sorted(there & set(trainer.slots.indices))):
+    if lag and trainer.slots.gpus and (shared := sorted(there & set(trainer.slots.indices))):
         raise PlacementError(
             f"publish: the sampler shares {len(shared)} GPUs with the trainer's mesh '{trainer.name}' (slots "
             f"{', '.join(map(str, shared))}), and nrl.ahead lets it sample up to {lag} publishes early, while that "

@@ -5,6 +5,7 @@ from concurrent import futures
 from typing import Any, Literal, Protocol
 
 import attrs
+import torch
 
 from nrl.backends.base import Bucket, Chunks, Completion, Sampling
 from nrl.runtime.mesh.futures import Future
@@ -27,6 +28,8 @@ class Capabilities:
             `publish` compares them, by the methods of `Probed`. None: they need no check.
         adapter: `nrl.backends.Model.adapter` of its model; with one, `publish` sends the adapter alone.
         media: the kinds of `nrl.backends.Media` that its prompts may have, such as ``"image"``.
+        dtype: that it rounds matrices to when it receives them, so that `publish` sends them rounded; None: it is not
+            known, or not the same for all.
         routes: (layers, k) of the ``routes`` that its completions have; None: they have none.
 
     >>> Capabilities().streams
@@ -39,6 +42,7 @@ class Capabilities:
     adapter: tuple[Any, ...] | None = None
     media: frozenset[str] = frozenset()
     routes: tuple[int, int] | None = None
+    dtype: torch.dtype | None = None
 
 
 def capabilities(sampler: Any) -> Capabilities:

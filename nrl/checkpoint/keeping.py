@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import attrs
 
-from nrl.files import read_manifest
+from nrl.checkpoint import places
+from nrl.files import Folder, read_manifest
 
 __all__ = ["Checkpoint", "Checkpoints", "best", "checkpoints", "score"]
 
@@ -23,6 +23,10 @@ class Checkpoints:
             a checkpoint, whatever ``every`` says.
         mode: whether the best is the largest or the smallest.
         grace: seconds from a SIGTERM to the end of the process, in which the last step is saved.
+        wait: what a step waits for: the copy of its values in the memory of the host, which takes as much of it as the
+            files take of the disk; or the disk, which takes none. The files are the same.
+        to: a folder that all nodes share, or the URL of a store of objects, such as ``s3://bucket/runs/qwen``, of this
+            run alone. None: the run's own folder.
 
     >>> Checkpoints(best="eval/loss", mode="min").every
     50
@@ -33,10 +37,12 @@ class Checkpoints:
     best: str | None = None
     mode: Literal["max", "min"] = attrs.field(default="max", validator=attrs.validators.in_(["max", "min"]))
     grace: float = attrs.field(default=30.0, validator=attrs.validators.gt(0))
+    wait: Literal["copy", "disk"] = attrs.field(default="copy", validator=attrs.validators.in_(["copy", "disk"]))
+    to: str | None = None
 
 
 class Checkpoint(NamedTuple):
-    """A complete checkpoint on the disk.
+    """A complete checkpoint.
 
     Args:
         folder: its name is the number of steps before it.
@@ -44,24 +50,28 @@ class Checkpoint(NamedTuple):
         meta: JSON that was written with it.
     """
 
-    folder: Path
+    folder: Folder
     step: int
     meta: Mapping[str, Any]
 
 
-def checkpoints(root: str | Path) -> list[Checkpoint]:
-    """List the complete checkpoints under ``root``, oldest first, without reading their files (see `verify`)."""
+def checkpoints(root: str | Folder) -> list[Checkpoint]:
+    """List the complete checkpoints of a loop, oldest first, without reading their files (see `verify`).
+
+    Args:
+        root: its folder, ``.../checkpoints/train``, or where ``Checkpoints(to=)`` has put them, ``s3://.../train``.
+    """
     found = []
-    for folder in sorted(Path(root).glob("[0-9]*"), key=lambda folder: (len(folder.name), folder.name)):
-        if folder.name.isdecimal():
-            told = read_manifest(folder) or {"step": int(folder.name) - 1, "meta": {}}
-            found.append(Checkpoint(folder, told["step"], told["meta"]))
+    for folder in places.listed(places.located(root)):
+        told = read_manifest(folder) or {"step": int(folder.name) - 1, "meta": {}}
+        found.append(Checkpoint(folder, told["step"], told["meta"]))
     return found
 
 
 def best(found: list[Checkpoint], keep: Checkpoints) -> Checkpoint | None:
     """The checkpoint with the best value of the metric that ``keep`` names; of equal ones the first. None: none has it.
 
+    >>> from pathlib import Path
     >>> found = [Checkpoint(Path(name), 0, {"metrics": {"loss": loss}}) for name, loss in [("10", 0.5), ("20", 0.3)]]
     >>> best(found, Checkpoints(best="loss", mode="min")).folder.name
     '20'

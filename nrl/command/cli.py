@@ -2,14 +2,18 @@
 
 import argparse
 import importlib
+import json
 import runpy
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from nrl.errors import ConfigError
 
 __all__ = ["main"]
+
+type _Do = Callable[[argparse.Namespace], object]
 
 _FILES = (".yaml", ".yml", ".toml")  # of settings
 
@@ -18,15 +22,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
     ``nrl report OUT`` writes the report of a run or an evaluation, ``nrl eval TASKS`` evaluates a model, ``nrl serve
-    MODEL`` serves one, ``nrl export RUN`` writes one of a checkpoint, ``nrl plan MODEL`` plans a step on a GPU, ``nrl
-    gym test FILE.py:NAME`` audits a verifier or an environment, ``nrl venvs`` builds and explains environments.
+    MODEL`` serves one, ``nrl export RUN`` writes one of a checkpoint, ``nrl plan MODEL`` or ``nrl plan PROGRAM.py``
+    plans a step on a GPU, ``nrl doctor`` says whether all that is needed is there, ``nrl gym`` serves environments and
+    tries them out, ``nrl deploy`` writes what runs a program on a cluster, and ``nrl venvs`` builds and explains
+    environments.
 
     Args:
         argv: the arguments; None: the program's own.
 
     Returns:
-        The exit status: 0; 1 if ``nrl venvs check`` or ``nrl gym test`` finds something wrong; 2 after a mistake, which
-        is explained on stderr; 130 after Ctrl-C.
+        The exit status: 0; 1 if ``nrl venvs check``, ``nrl doctor`` or ``nrl gym test`` finds something wrong; 2 after
+        a mistake, which is explained on stderr; 130 after Ctrl-C.
 
     >>> main(["report", "/nowhere"])
     2
@@ -36,45 +42,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = commands.add_parser("report", help="write OUT/report.html, one page that shows the run or the evaluation")
     command.add_argument("out", metavar="OUT", help="its folder")
     command.set_defaults(do=_report)
-    command = commands.add_parser("eval", help="sample answers to tasks, and say how many are right", add_help=False)
-    command.add_argument("settings", metavar="TASKS", nargs="*", help="TASKS key=value ...")
-    command.set_defaults(do=_evaluate)
-    command = commands.add_parser("serve", help="serve a model over HTTP, as OpenAI's APIs do", add_help=False)
-    command.add_argument("settings", metavar="MODEL", nargs="*", help="MODEL key=value ...")
-    command.set_defaults(do=_serve)
-    command = commands.add_parser(
-        "export", help="write a checkpoint as a folder that transformers loads", add_help=False
-    )
-    command.add_argument("settings", metavar="RUN", nargs="*", help="RUN key=value ...")
-    command.set_defaults(do=_export)
-    command = commands.add_parser("plan", help="what a training step needs on a GPU, without one", add_help=False)
-    command.add_argument("settings", metavar="MODEL", nargs="*", help="MODEL key=value ...")
-    command.set_defaults(do=_plan)
-    of_gym = commands.add_parser("gym", help="serve environments, and try them out").add_subparsers(
-        required=True, metavar="COMMAND"
-    )
-    for name, what, settings in (
-        ("run", "start the servers of a configuration", "CONFIG.yaml"),
-        ("status", "show the servers that run", "CONFIG.yaml"),
-        ("init", "write a new environment with its test, page and configuration", "NAME"),
-    ):
-        command = of_gym.add_parser(name, help=what, add_help=False)
-        command.add_argument("settings", metavar=settings, nargs="*")
-        command.set_defaults(do=_gym, name=name)
-    command = of_gym.add_parser(
-        "test", help="give it what lazy and hostile policies write, and say what it gets wrong", add_help=False
-    )
-    command.add_argument("settings", metavar="TARGET", nargs="*", help="FILE.py:NAME data=FILE key=value ...")
-    command.set_defaults(do=_audit)
+    for name, what, settings, do in _COMMANDS:
+        _with_settings(commands, name, what, settings, do)
+    of_gym = commands.add_parser("gym", help="serve environments, and try them out")
+    of_deploy = commands.add_parser("deploy", help="write what runs a program on a cluster")
+    for group, parts in ((of_gym, _GYM), (of_deploy, _DEPLOY)):
+        below = group.add_subparsers(required=True, metavar="COMMAND")
+        for name, what, settings, do in parts:
+            _with_settings(below, name, what, settings, do, words=2)
     _add_venvs(commands.add_parser("venvs", help="the virtual environments of executables"))
+
+    argv = sys.argv[1:] if argv is None else argv
     given, more = parser.parse_known_args(argv)
-    if given.do in (_evaluate, _export, _audit, _gym, _plan, _serve):
-        given.settings += more  # load explains that options are written key=value
+    if "words" in given:  # load explains that options are written key=value
+        given.settings = list(argv[given.words :])
     elif more:
         parser.error(f"unrecognized arguments: {' '.join(more)}")
     from nrl.runs.exits import exit_status
 
     return exit_status(lambda: given.do(given), "nrl")
+
+
+def _with_settings(commands: Any, name: str, what: str, settings: str, do: _Do, words: int = 1) -> None:
+    """Add a command that reads all after its ``words`` words by itself."""
+    command = commands.add_parser(name, help=what, add_help=False)
+    command.add_argument("settings", metavar=settings, nargs="*")
+    command.set_defaults(do=do, name=name, words=words)
 
 
 def _report(given: argparse.Namespace) -> None:
@@ -116,6 +109,22 @@ def _export(given: argparse.Namespace) -> None:
     print(exporting.main(cfg))
 
 
+def _deploy(given: argparse.Namespace) -> None:
+    from nrl import config
+    from nrl.command.deploy import kubernetes, slurm
+
+    cut = given.settings.index("--") if "--" in given.settings else len(given.settings)
+    of_program = given.settings[cut + 1 :]
+    settings = _named("program", given.settings[:cut])
+    if of_program:
+        settings.append(f"arguments={json.dumps(of_program, ensure_ascii=False)}")
+    program, caller = f"nrl deploy {given.name} PROGRAM.py [key=value ...] [-- ARGUMENTS]", f"deploy {given.name}"
+    if given.name == "slurm":
+        slurm.main(config.load(slurm.Slurm, settings, program=program, caller=caller))
+    else:
+        kubernetes.main(config.load(kubernetes.Kubernetes, settings, program=program, caller=caller))
+
+
 def _named(name: str, settings: Sequence[str]) -> list[str]:
     """Settings, of which the one without a key has this one."""
     return [each if "=" in each or each.startswith("-") or each.endswith(_FILES) else f"{name}={each}"
@@ -123,11 +132,27 @@ def _named(name: str, settings: Sequence[str]) -> list[str]:
 
 
 def _plan(given: argparse.Namespace) -> None:
+    if not {"-h", "--help"} & set(given.settings):  # before the imports, which take seconds
+        print("plan: importing torch", file=sys.stderr, flush=True)
     from nrl import config
-    from nrl.command import planning
+    from nrl.command import planned_programs, planning
 
-    named = _named("model", given.settings)
-    planning.main(config.load(planning.Planning, named, program="nrl plan MODEL", caller="plan"))
+    settings = planning.undashed(given.settings)
+    if programs := [each for each in settings if each.endswith(".py") and "=" not in each]:
+        rest = [each for each in settings if each != programs[0]]
+        planning.main(*planned_programs.of_program(programs[0], rest))
+        return
+    named = _named("model", settings)
+    cfg = config.load(planning.Planning, named, program="nrl plan MODEL", caller="plan")
+    planning.main(cfg, config.given(planning.Planning, named))
+
+
+def _diagnose(given: argparse.Namespace) -> int:
+    from nrl import config
+    from nrl.command import doctor
+
+    settings = ["json=true" if each == "--json" else each for each in given.settings]
+    return doctor.main(config.load(doctor.Doctor, settings, program="nrl doctor", caller="doctor"))
 
 
 def _audit(given: argparse.Namespace) -> int:
@@ -209,6 +234,8 @@ def _add_venvs(parser: argparse.ArgumentParser) -> None:
     add("check", "compare environments with the lock", _check, "*")
     command = add("path", "the interpreter of an executable", _path, "+")
     command.add_argument("--imports", action="store_true", help="folders to import from besides, for PYTHONPATH")
+    command = add("wheels", "download the packages of executables, for hosts without a network", _wheels, "+")
+    command.add_argument("--to", metavar="FOLDER", required=True, help="gets the files, and NAME.txt with their list")
     command = add("prune", "remove environments that were not used lately", _prune)
     command.add_argument("--days", type=float, default=30.0, help="not used for so long; 0: all of them (default: 30)")
     command.add_argument("--dry-run", action="store_true", help="only say what would be removed")
@@ -250,8 +277,35 @@ def _path(given: argparse.Namespace) -> None:
     print(*(maintenance.path(name, imports=given.imports) for name in given.names), sep="\n")
 
 
+def _wheels(given: argparse.Namespace) -> None:
+    from nrl.runtime.executables import collecting
+
+    collecting.collect(given.names, Path(given.to))
+
+
 def _prune(given: argparse.Namespace) -> None:
     from nrl.runtime.executables import maintenance
 
     removed = maintenance.prune(given.days, dry=given.dry_run)
     print(f"{len(removed)} {'would be' if given.dry_run else 'are'} removed")
+
+
+type _Commands = tuple[tuple[str, str, str, _Do], ...]  # name, what it does, what it is given, and its function
+
+_COMMANDS: _Commands = (
+    ("eval", "sample answers to tasks, and say how many are right", "TASKS key=value ...", _evaluate),
+    ("serve", "serve a model over HTTP, as OpenAI's APIs do", "MODEL key=value ...", _serve),
+    ("export", "write a checkpoint as a folder that transformers loads", "RUN key=value ...", _export),
+    ("plan", "what a training step needs on a GPU, without one", "MODEL or PROGRAM.py key=value ...", _plan),
+    ("doctor", "does this machine, or a cluster, run nrl?", "key=value ...", _diagnose),
+)
+_GYM: _Commands = (
+    ("run", "start the servers of a configuration", "CONFIG.yaml", _gym),
+    ("status", "show the servers that run", "CONFIG.yaml", _gym),
+    ("init", "write a new environment with its test, page and configuration", "NAME", _gym),
+    ("test", "give it what lazy and hostile policies write, and say what it gets wrong", "FILE.py:NAME", _audit),
+)
+_DEPLOY: _Commands = (
+    ("slurm", "a batch script", "PROGRAM.py key=value ... -- ARGUMENTS", _deploy),
+    ("kubernetes", "manifests for KubeRay", "PROGRAM.py key=value ... -- ARGUMENTS", _deploy),
+)

@@ -1,6 +1,5 @@
 """The command ``nrl export``: a folder that transformers and vLLM load, from the checkpoint of a run."""
 
-import shutil
 from pathlib import Path
 from typing import Any, Literal
 
@@ -8,14 +7,12 @@ import attrs
 import torch
 
 from nrl import checkpoint
-from nrl.backends.base import Model
 from nrl.backends.models.describing import DESCRIPTION
-from nrl.backends.models.exporting import export_weights
-from nrl.backends.models.loading import skeleton
+from nrl.backends.models.exporting import export_described
 from nrl.backends.training.storage import weights
 from nrl.command.evaluation import kept
 from nrl.errors import CheckpointError
-from nrl.files import check_sizes, saved_in
+from nrl.files import MANIFEST, Folder, at, check_sizes, on_disk, saved_in
 
 __all__ = ["Export", "main"]
 
@@ -24,7 +21,7 @@ __all__ = ["Export", "main"]
 class Export:
     """Write the weights of a checkpoint as a folder that transformers and vLLM load. One weight is held at a time."""
 
-    run: str  # the folder of a run, or of one checkpoint of it
+    run: str  # the folder of a run, or of one checkpoint of it, or the URL of that
     to: str | None = None  # the folder to write; none: the run's "model"
     checkpoint: str = "best"  # or "newest", or a step, such as 000050; best: the newest, where the run has no best
     value: str = "policy"  # of what run.save was given, by its name there
@@ -37,8 +34,12 @@ def main(cfg: Export) -> Path:
     Raises:
         CheckpointError: there is no such checkpoint, or no such value in it, or what it has cannot be exported so.
     """
-    root, found = _checkpoint(Path(cfg.run), cfg.checkpoint)
-    folder, target = found / cfg.value, Path(cfg.to) if cfg.to is not None else root / "model"
+    root, found = _checkpoint(at(cfg.run), cfg.checkpoint)
+    folder, target = found / cfg.value, at(cfg.to) if cfg.to is not None else root / "model"
+    if not isinstance(target, Path):
+        raise CheckpointError(
+            f"export: {target} is in a store, where no model can be loaded from; give a folder as to="
+        )
     saved = saved_in(folder) if folder.is_dir() else None
     if saved is None:
         there = ", ".join(sorted(each.name for each in found.iterdir() if each.is_dir())) or "no weights"
@@ -50,18 +51,22 @@ def main(cfg: Export) -> Path:
         what = "an adapter alone" if record["adapter"] else "the weights of a model that only its program knows"
         there = f"trainer.export(trainer.restore({str(folder)!r}).params, {str(target)!r})"
         raise CheckpointError(f"export: {folder} has {what}; export in the program: {there}")
-    model = Model(str(folder / DESCRIPTION), head=about["head"])
     dtype = getattr(torch, cfg.dtype or about["dtype"])
     target.mkdir(parents=True, exist_ok=True)
-    export_weights(weights(folder), skeleton(model, dtype=dtype), target)
-    for each in (folder / DESCRIPTION).iterdir():  # the tokenizer; configs have been written with the weights
-        if each.name not in ("config.json", "generation_config.json"):
-            shutil.copyfile(each, target / each.name)
+    with on_disk(folder / DESCRIPTION) as described:
+        export_described(weights(folder), described, about["head"], dtype, target)
     return target
 
 
-def _checkpoint(run: Path, which: str) -> tuple[Path, Path]:
+def _checkpoint(run: Folder, which: str) -> tuple[Folder, Folder]:
     """The folder of a run, and that of the checkpoint."""
+    if not isinstance(run, Path):
+        if (run / MANIFEST).is_file():
+            return run, run
+        raise CheckpointError(
+            f"export: {run} is no checkpoint: it has no {MANIFEST}; give the folder of a run, or the URL of one "
+            "checkpoint, such as s3://bucket/run/train/000050"
+        )
     if run.parent.parent.name == "checkpoints" and run.is_dir():
         return run.parents[2], run
     found = checkpoint.checkpoints(run / "checkpoints" / "train")

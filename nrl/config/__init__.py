@@ -27,11 +27,11 @@ import yaml
 
 from nrl.config._typed import fields, structure
 from nrl.config._usage import usage
-from nrl.config._yaml import Problems, Word, parse, write
+from nrl.config._yaml import Problems, Word, mapping, parse, write
 from nrl.config.layers import Layer, explain, merged, read
 from nrl.errors import ConfigError
 
-__all__ = ["derived", "dump", "load", "option"]
+__all__ = ["derived", "dump", "given", "load", "option"]
 
 
 def option[T](default: T, *, help: str, validator: Callable[[Any, Any, T], Any] | None = None) -> T:
@@ -173,6 +173,31 @@ def dump(config: Any, mask: Callable[[Any], Any] | None = None) -> str:
     except yaml.YAMLError as error:
         reason = " ".join(map(str, error.args))
         raise ConfigError(f"dump({type(config).__name__}): a value has no form in YAML: {reason}") from None
+
+
+def given(cls: type, args: Sequence[str]) -> frozenset[str]:
+    """The keys that files and arguments say, as ``key`` and ``key.sub``, of what `load` can read.
+
+    >>> @attrs.frozen
+    ... class Optimizer:
+    ...     lr: float = 1e-3
+    >>> @attrs.frozen
+    ... class Config:
+    ...     steps: int = 100
+    ...     optimizer: Optimizer = Optimizer()
+    >>> sorted(given(Config, ["optimizer.lr=1e-4"]))
+    ['optimizer', 'optimizer.lr']
+    """
+    found = set[str]()
+
+    def see(above: str, values: Any) -> None:
+        for key, value in (mapping(values) or {}).items():
+            found.add(f"{above}{key}")
+            see(f"{above}{key}.", value)
+
+    for layer in _layers(cls, args)[0]:
+        see("", layer.values)
+    return frozenset(found)
 
 
 def _layers(cls: type, args: Sequence[str]) -> tuple[list[Layer], list[str]]:

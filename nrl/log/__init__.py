@@ -4,7 +4,7 @@ from nrl.log.jsonlines import JsonLines
 from nrl.log.redaction import error_text, redact, redacted
 from nrl.log.sinks import Sink, open_sinks
 from nrl.log.terminal import Progress, duration
-from nrl.log.waits import wait_until, waiting
+from nrl.log.waits import wait_for, wait_until, waiting
 
 __all__ = [
     "JsonLines",
@@ -15,6 +15,7 @@ __all__ = [
     "open_sinks",
     "redact",
     "redacted",
+    "wait_for",
     "wait_until",
     "waiting",
 ]

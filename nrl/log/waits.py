@@ -5,16 +5,24 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
+from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import Any
 
 from nrl.log.terminal import duration
 
-__all__ = ["SILENCE", "wait_until", "waiting"]
+__all__ = ["SILENCE", "say", "wait_for", "wait_until", "waiting"]
 
 SILENCE = 10.0
 """Seconds before a wait writes its first line."""
 
 _LONGEST = 600.0  # seconds between two lines
+
+
+def say(line: str) -> None:
+    """Write a line about a wait to standard error: where programs print their results there may be JSON."""
+    print(line, file=sys.stderr, flush=True)  # noqa: T201
 
 
 def wait_until(
@@ -43,10 +51,19 @@ def wait_until(
     while (left := limit - (time.monotonic() - started)) > silence:
         if ready(silence):
             return True
-        # Where programs print their results there may be JSON
-        print(told(time.monotonic() - started), file=sys.stderr, flush=True)  # noqa: T201
+        say(told(time.monotonic() - started))
         silence = min(2 * silence, _LONGEST)
     return bool(ready(max(0.0, left)))
+
+
+def wait_for(work: Future[Any], told: Callable[[float], str]) -> None:
+    """Wait until a future of a thread is done, however, and report it as `wait_until`.
+
+    >>> done: Future[int] = Future()
+    >>> done.set_result(3)
+    >>> wait_for(done, lambda seconds: "waiting for three")
+    """
+    wait_until(lambda seconds: bool(futures.wait([work], seconds).done), math.inf, told)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import yaml
 
 from nrl.errors import ConfigError
 
-__all__ = ["read", "replace", "write"]
+__all__ = ["check_same", "read", "replace", "write"]
 
 _WIDEST = 80  # characters of a value in a message
 _MAY_CHANGE = ("out", "steps", "checkpoints", "sinks", "cluster", "optimizer", "critic_optimizer")
@@ -36,7 +36,7 @@ def write(out: Path, text: str) -> None:
             )
         was = new if old is None else old
         changed = _differences(was, new)
-        refused = {key: said for key, said in changed.items() if key.partition(".")[0] not in _MAY_CHANGE}
+        refused = _refused(changed)
         if refused and there:
             raise ConfigError(
                 f"run: out={out} holds a run with another {', '.join(refused)} ("
@@ -51,6 +51,30 @@ def write(out: Path, text: str) -> None:
         else:
             print(f"run: going on with another configuration: {'; '.join(changed.values())}", flush=True)
     replace(path, text)
+
+
+def check_same(text: str, before: str | None, where: object) -> None:
+    """Check that checkpoints that this run has not had before are of the same configuration.
+
+    Args:
+        text: the configuration of this run.
+        before: of the run that made them; None: nobody knows.
+        where: they are.
+
+    Raises:
+        ConfigError: it is another one.
+    """
+    if before is not None and (refused := _refused(_differences(yaml.safe_load(before), yaml.safe_load(text)))):
+        raise ConfigError(
+            f"run.restore: {where} holds checkpoints of a run with another {', '.join(refused)} ("
+            + "; ".join(refused.values())
+            + "), so its state and its streams would not fit; give each run a checkpoints.to= of its own"
+        )
+
+
+def _refused(changed: dict[str, str]) -> dict[str, str]:
+    """Those of the changes that a run does not go on with."""
+    return {key: said for key, said in changed.items() if key.partition(".")[0] not in _MAY_CHANGE}
 
 
 def _differences(was: dict[str, Any], new: dict[str, Any], above: str = "") -> dict[str, str]:

@@ -16,6 +16,7 @@ from typing import Any
 import attrs
 import filelock
 
+from nrl.checkpoint import ELSEWHERE
 from nrl.errors import ConfigError
 
 __all__ = ["Folders", "choose", "claim", "dead_end", "entered", "location", "mark_begun", "reusing"]
@@ -144,7 +145,7 @@ def _worth_keeping(out: Path) -> dict[str, int]:
         with contextlib.suppress(OSError):  # gone, or not readable
             about = path.stat()
             if path.name == "checkpoints":
-                holds = any(each.is_file() for each in path.rglob("*"))
+                holds = any(each.is_file() and each.name != ELSEWHERE for each in path.rglob("*"))
             else:
                 holds = any(path.iterdir()) if path.is_dir() else about.st_size > 0
             if path.name not in _KEPT_BY_NRL and holds:

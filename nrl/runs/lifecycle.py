@@ -7,16 +7,14 @@ It cuts the files back to that point, so they end up as if the run had never bee
 """
 
 import math
-import random
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import attrs
-import numpy as np
-import torch
 
 from nrl import checkpoint, config
 from nrl.backends import Trainer
@@ -24,14 +22,16 @@ from nrl.batch import Batch
 from nrl.checkpoint import Checkpoints
 from nrl.episodes.rollout_stream import end_all
 from nrl.errors import CheckpointError, ConfigError
+from nrl.files import Folder
 from nrl.log import Progress, Sink, duration, open_sinks, redacted
 from nrl.reduce import Metrics, finalize, merge
 from nrl.runs import config_file, folder
 from nrl.runs.loops import Given, Loop, LoopFiles, RunningStep, collector_spared
+from nrl.runs.on_its_way import OnItsWay
 from nrl.runs.reporting import report_at_end
 from nrl.runtime.mesh.futures import Future
 from nrl.runtime.preemption import Preemption, Terminated, heeded
-from nrl.runtime.trace import profiles, timeline
+from nrl.runtime.trace import measured, profiles, timeline
 from nrl.stream import Stream
 
 __all__ = ["Run", "run"]
@@ -47,17 +47,19 @@ class Run:
         sink: gets the metrics, besides the terminal and the JSONL files.
         preemption: knows whether SIGTERM has come.
         stack: closes everything at the end of the run.
+        text: the configuration.
     """
 
     def __init__(
-        self, out: Path, total: int, keep: Checkpoints, sink: Sink, preemption: Preemption, stack: ExitStack
+        self, out: Path, total: int, keep: Checkpoints, sink: Sink, preemption: Preemption, stack: ExitStack, text: str
     ) -> None:
-        self.out, self.total, self.keep = out, total, keep
+        self.out, self.total, self.keep, self._text = out, total, keep, text
         self._sink, self._preemption = sink, preemption
         self._progress = stack.enter_context(Progress())
         self._files = LoopFiles(out, stack)
         self._loops: dict[str, Loop] = {}
         self._running: list[Loop] = []  # one within the other; the last is the one that calls log and save
+        self._on_its_way = stack.enter_context(OnItsWay())
         self._sharing: set[Trainer] = set()  # trainers whose processes are known to see this folder
 
     @timeline.span("restore")
@@ -78,7 +80,8 @@ class Run:
 
         Raises:
             CheckpointError: every checkpoint is damaged, or they hold other names; or a process of a trainer does not
-                share the folder with the program.
+                share the folder with the program; or ``checkpoints.to`` has changed.
+            ConfigError: ``checkpoints.to`` holds another run's.
 
         >>> import attrs, tempfile
         >>> from nrl.stream import counting
@@ -99,15 +102,18 @@ class Run:
         done in ...
         20
         """
+        self._on_its_way.wait()
         known = self._loop(loop)
         known.names = frozenset(named)
-        self._share("run.restore", known, named)
+        had = self._share("run.restore", known, named)
         found = checkpoint.newest(known.checkpoints, readers=checkpoint.trainers(named))
         if found is None:
             known.begins = 0
             values = [value.init() if isinstance(value, Trainer) else value for value in named.values()]
             self._files.cut(loop, {})
         else:
+            if not had:
+                config_file.check_same(self._text, found.meta.get("config"), known.checkpoints)
             known.begins = found.step + 1
             values = checkpoint.load(found.folder, **named)
             if champion := checkpoint.best(checkpoint.checkpoints(known.checkpoints), self.keep):
@@ -147,6 +153,7 @@ class Run:
         try:
             with collector_spared():
                 for step in range(begins, steps):
+                    self._on_its_way.check()
                     if main:
                         timeline.step(step)
                     with timeline.span(f"{shown} {step}", loop=shown):
@@ -162,6 +169,8 @@ class Run:
                 self._preemption.going_on = False
         if main:
             timeline.step(None)
+        if not self._running:
+            self._on_its_way.wait()
 
     @timeline.span("log")
     def log(
@@ -171,7 +180,8 @@ class Run:
 
         In seconds: ``time/rollout`` is the time of the stream, ``time/train`` the time from then until now,
         ``time/publish`` the part of it that published weights, and ``time/total`` the sum of the first two.
-        ``tokens_per_second`` is the number of trained tokens (prompts too) over the total.
+        ``device/...`` is what train steps took of their devices since the last line (docs/logs.md), and
+        ``tokens_per_second`` the number of trained tokens (prompts too) over the total.
 
         Args:
             step: from `steps`.
@@ -195,7 +205,7 @@ class Run:
         for some in metrics:
             merged = merge(merged, some if isinstance(some, dict) else some.result())
         now, running = time.perf_counter(), loop.step
-        numbers = {"step": step, "loss": float("nan"), "grad_norm": float("nan")} | finalize(merged)
+        numbers = {"step": step, "loss": float("nan"), "grad_norm": float("nan")} | finalize(merged | measured.taken())
         numbers["tokens_per_second"] = numbers.get("tokens", 0.0) / max(now - running.asked, 1e-9)
         numbers["time/rollout"] = running.pulled - running.asked
         numbers["time/train"] = now - running.pulled
@@ -212,21 +222,24 @@ class Run:
         return numbers
 
     @timeline.span("save")
-    def save(self, step: int, **named: Any) -> Path | None:
+    def save(self, step: int, **named: Any) -> Folder | None:
         """Write a checkpoint of the running loop if one is due: see `nrl.checkpoint.Checkpoints`.
 
-        Call it when the step is logged and its weights are published.
+        It returns when the values are copied, and the files are written beside the steps that follow. One is written
+        at a time; the end of the loop waits for the last. Call it when the step is logged and its weights are
+        published.
 
         Args:
             step: from `steps`.
             **named: train states, params, streams and plain data; the same names as in `restore`.
 
         Returns:
-            The folder of the checkpoint; None: none was due.
+            The folder that the checkpoint has when it is complete; None: none was due.
 
         Raises:
-            CheckpointError: it could not be written (earlier ones stay), the names are not those of `restore`, or, at
-                the first step, a process of a trainer does not share the folder with the program.
+            CheckpointError: this one could not be copied, or the one before not be written (earlier ones stay; the next
+                step or the end of the loop says so, too), the names are not those of `restore`, or, at the first step,
+                a process of a trainer does not share the folder with the program.
             ConfigError: no loop over `steps` is running.
         """
         loop = self._innermost("save")
@@ -246,6 +259,7 @@ class Run:
             )
         self._store(loop, given)
         if self._wanted_back(loop):
+            self._say_saved(loop, given)
             self._preemption.end()
         return given.folder
 
@@ -253,9 +267,18 @@ class Run:
         self._preemption.going_on = True
         metrics = {key: value for key, value in given.numbers.items() if math.isfinite(value)}
         meta = {"steps": loop.steps, "files": self._files.sizes(loop.name), "metrics": metrics}
-        given.folder = checkpoint.store(loop.checkpoints, given.step, given.named, self.keep, meta)
-        if self._preemption.asked:
-            self._preemption.say(f"step {given.step} of '{loop.name}' is saved in {given.folder}")
+        if loop.checkpoints != loop.own:
+            meta["config"] = self._text
+        folder, given_to = checkpoint.place(loop.checkpoints, given.step), (loop.checkpoints, given.step, given.named)
+        if self.keep.wait == "disk":
+            checkpoint.store(*given_to, self.keep, meta)
+        else:
+            self._on_its_way.begin(folder, partial(checkpoint.begin_storing, *given_to, self.keep, meta))
+        given.folder = folder
+
+    def _say_saved(self, loop: Loop, given: Given) -> None:
+        self._on_its_way.wait()
+        self._preemption.say(f"step {given.step} of '{loop.name}' is saved in {given.folder}")
 
     def _check(self, loop: Loop, named: Mapping[str, Any]) -> None:
         """Find values that cannot be saved or restored at the first step, not when the first checkpoint is due."""
@@ -306,11 +329,11 @@ class Run:
         given, preemption = loop.given, self._preemption
         if given is None:
             preemption.say(f"no step of '{loop.name}' has been given to run.save since the last checkpoint")
-        elif given.folder is not None:
-            preemption.say(f"step {given.step} of '{loop.name}' is saved in {given.folder}")
         else:
             try:
-                self._store(loop, given)
+                if given.folder is None:
+                    self._store(loop, given)
+                self._say_saved(loop, given)
             except Exception as error:
                 preemption.say(f"no checkpoint could be saved: {type(error).__name__}: {error}")
         preemption.end()
@@ -318,7 +341,8 @@ class Run:
     # --- helpers of several verbs
 
     def _loop(self, name: str) -> Loop:
-        return self._loops.setdefault(name, Loop(name, self.out / "checkpoints" / name))
+        own = self.out / "checkpoints" / name
+        return self._loops.setdefault(name, Loop(name, own, checkpoint.root(own, self.keep.to)))
 
     def _innermost(self, who: str) -> Loop:
         if not self._running:
@@ -327,12 +351,15 @@ class Run:
             )
         return self._running[-1]
 
-    def _share(self, who: str, loop: Loop, named: Mapping[str, Any]) -> None:
-        """Make the folder of checkpoints, and check that all processes that will write there see the same folder."""
-        loop.checkpoints.mkdir(parents=True, exist_ok=True)
-        for trainer in set(checkpoint.trainers(named).values()) - self._sharing:
-            trainer.check_folder(loop.checkpoints, who)
-            self._sharing.add(trainer)
+    def _share(self, who: str, loop: Loop, named: Mapping[str, Any]) -> bool:
+        """See that all processes that will write checkpoints see the same folder; whether it is that of before."""
+
+        def check() -> None:
+            for trainer in set(checkpoint.trainers(named).values()) - self._sharing:
+                trainer.check_folder(loop.checkpoints, who)
+                self._sharing.add(trainer)
+
+        return checkpoint.settle(loop.own, loop.checkpoints, check)
 
 
 @contextmanager
@@ -366,18 +393,12 @@ def run(cfg: Any) -> Iterator[Run]:
         preemption = stack.enter_context(heeded(keep.grace))  # first, so that slow closing ends in time, too
         out = stack.enter_context(folder.entered(cfg))
         config_file.write(out, text)
-        _seed_generators(getattr(cfg, "seed", 0))
+        checkpoint.seed_generators(getattr(cfg, "seed", 0))
+        measured.taken()  # steps before this run belong to no line of it
         sink = stack.enter_context(open_sinks(getattr(cfg, "sinks", ()), out, attrs.asdict(cfg), name=out.name))
         stack.callback(report_at_end, out)
         stack.callback(end_all)
         stack.enter_context(timeline.recording(out))
         stack.enter_context(profiles.profiling(out))
-        yield Run(out, int(getattr(cfg, "steps", 0)), keep, sink, preemption, stack)
+        yield Run(out, int(getattr(cfg, "steps", 0)), keep, sink, preemption, stack, text)
     print(f"done in {duration(time.monotonic() - started)}; metrics are in {out}", flush=True)
-
-
-def _seed_generators(seed: int) -> None:
-    """Seed the global generators, for the program's own draws: nrl's randomness has explicit seeds."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)

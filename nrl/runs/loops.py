@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 
+from nrl.files import Folder
 from nrl.log import JsonLines
 
 __all__ = ["Given", "Loop", "LoopFiles", "RunningStep", "collector_spared"]
@@ -33,7 +34,7 @@ class Given:
     step: int
     named: Mapping[str, Any]
     numbers: Mapping[str, float]  # that the step logged
-    folder: Path | None = None  # of the checkpoint, if one was due
+    folder: Folder | None = None  # of the checkpoint, if one was due
 
 
 @attrs.define(eq=False)
@@ -41,7 +42,8 @@ class Loop:
     """A loop of a run: where its checkpoints are, and how far it is."""
 
     name: str
-    checkpoints: Path
+    own: Path  # its folder in that of the run
+    checkpoints: Folder
     begins: int | None = None  # the step at which it goes on; None: it was not restored, or has gone on since
     names: frozenset[str] | None = None  # of the values that it restores and saves
     best: float = -math.inf  # the score of its best checkpoint

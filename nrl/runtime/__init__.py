@@ -2,7 +2,8 @@
 
 `mesh` has slots, meshes, functions mapped over them, and the cluster that is this process; `ray` the meshes of actors;
 `executables` what their Python environments consist of, and `node` how a node gets one; `trace` what took how long;
-`transfer` how tensors get from one mesh to others; `preemption` what SIGTERM does.
+`transfer` how tensors get from one mesh to others; `preemption` what SIGTERM does; `doctor` whether all that is needed
+is there.
 """
 
 from typing import TYPE_CHECKING

@@ -33,8 +33,8 @@ def cluster(address: str = "local", *, deadline: float = _DEADLINE) -> Iterator[
     """Enter a cluster: ``with nrl.cluster("local") as cluster``.
 
     At its end the block waits for calls that are under way, and raises what one raised whose results nobody has read;
-    an error in the block does not wait. On leaving, whatever lives on its meshes is gone, and handles to it say so. No
-    process, actor or placement group is left behind.
+    an error in the block does not wait, but for a checkpoint that is being written. On leaving, whatever lives on its
+    meshes is gone, and handles to it say so. No process, actor or placement group is left behind.
 
     Args:
         address: ``"local"``, this process; ``"ray"``: the Ray cluster that ``RAY_ADDRESS`` names, or else a new one on
@@ -65,7 +65,10 @@ def cluster(address: str = "local", *, deadline: float = _DEADLINE) -> Iterator[
             f"cluster: unknown address '{address}'; give 'local', 'ray', 'auto', or the host:port of a Ray cluster"
         )
     try:
-        yield entered
+        try:
+            yield entered
+        finally:
+            entered.settle()
         entered.finish()
     finally:
         entered.open = False

@@ -2,23 +2,13 @@
 
 import asyncio
 import functools
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent import futures
 from typing import Any
 
-__all__ = ["Daemons", "beside", "cores"]
-
-
-def cores() -> int:
-    """How many processors this process may use.
-
-    >>> cores() > 0
-    True
-    """
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+__all__ = ["Daemons", "beside"]
 
 
 def beside[T](work: Coroutine[Any, Any, T]) -> futures.Future[T]:

@@ -1,7 +1,7 @@
 """Moving tensors between the processes of two meshes, by the way that their placement allows.
 
 There are three ways. By value: each process puts what it holds into the object store, which the processes of a node
-read without a copy. Lent: to processes on the same GPUs, which see the tensors where they lie (CUDA IPC). Cast: between
+read without a copy. Lent: to processes on the same GPUs, which read a copy there (CUDA IPC). Cast: between
 GPUs, to all receivers at once (a broadcast over NCCL). For the last two, the sending processes first give each other
 what they hold (`gathered`). A sample of the tensors bears checksums, which the receiver compares.
 """
@@ -28,8 +28,11 @@ from torch import Tensor
 
 from nrl.batch.raw import flat_bytes
 from nrl.errors import CorruptedTransfer, TransferError
+from nrl.runtime import segments
 from nrl.runtime.mesh.current_process import process
-from nrl.runtime.mesh.placement import Mesh, Out
+from nrl.runtime.mesh.placement import Mesh
+from nrl.runtime.mesh.processes import Out
+from nrl.runtime.ports import store
 
 __all__ = [
     "Route",
@@ -70,9 +73,10 @@ class Route(NamedTuple):
 def route(source: Mesh, to: Sequence[Mesh]) -> Route:
     """Choose how tensors travel that the processes of ``source`` hold and that all processes of ``to`` receive."""
     here, there = set(source.slots.indices), [set(mesh.slots.indices) for mesh in to]
-    if source.cluster.gpus and there:
+    if source.slots.gpus and there and all(mesh.slots.gpus for mesh in to):
         if source.dp == source.size and all(each <= here for each in there):
-            return Route(lend, Out.each, True)
+            ranks = {rank for rank, slot in enumerate(source.slots.indices) if any(slot in each for each in there)}
+            return Route(_Lend(frozenset(ranks)), Out.each, True)
         if not any(each & here for each in there):
             return Route(_Cast(tuple(map(_key, to)), sum(mesh.size for mesh in to)), Out.first, True)
     return Route(by_value, Out.all, False)
@@ -131,7 +135,9 @@ def checksum(tensor: Tensor) -> int:
     False
     """
     flat = flat_bytes(tensor.detach())
-    return int((flat.view(torch.int32) if len(flat) % 4 == 0 else flat).sum(dtype=torch.int64))
+    widest = next(each for each in (torch.int64, torch.int32, torch.uint8) if len(flat) % each.itemsize == 0)
+    aligned = flat if flat.storage_offset() % widest.itemsize == 0 else flat.clone()
+    return int(aligned.view(widest).sum(dtype=torch.int64))  # whole words: widening them takes 30 times as long
 
 
 def opened(results: Sequence[tuple[Any, Mapping[str, int]]]) -> Tensors:
@@ -184,10 +190,22 @@ class _Lent:
 
 
 def lend(tensors: Tensors) -> Any:
-    """Let processes on the same device see tensors where they lie; where one is not on a GPU, all go by value."""
+    """Let processes on the same device see a copy of tensors; where one is not on a GPU, all go by value."""
     if not all(map(_lendable, tensors.values())):
         return by_value(tensors) if process().first else {}
-    return _Lent(_device(), bytes(ForkingPickler.dumps({name: x.detach() for name, x in tensors.items()})))
+    with segments.fixed():
+        flat = _flat(tensors)
+    return _Lent(_device(), bytes(ForkingPickler.dumps(_tensors(flat, _content(tensors)))))
+
+
+@attrs.frozen
+class _Lend:
+    """Lends from the processes of these ranks; memory that nobody borrows would never be given back."""
+
+    ranks: frozenset[int]
+
+    def __call__(self, tensors: Tensors) -> Any:
+        return lend(tensors) if process().rank in self.ranks or not all(map(_lendable, tensors.values())) else {}
 
 
 def _lendable(tensor: Tensor) -> bool:
@@ -246,11 +264,8 @@ def cast(tensors: Tensors, to: tuple[int, ...], receivers: int) -> _Parcel:
 
 class _Sender:
     def __init__(self, receivers: int) -> None:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
         self._receivers = receivers
-        limit = timedelta(seconds=_SECONDS)
-        self._store = TCPStore(_address(), 0, is_master=True, wait_for_workers=False, timeout=limit)
+        self._store = store(_address(), timedelta(seconds=_SECONDS))
         self._group: Any = None
         self._background = ThreadPoolExecutor(1, thread_name_prefix="cast")
         self._sending: Future[None] | None = None
@@ -278,8 +293,8 @@ def _received(parcel: _Parcel) -> Tensors:
     with _failing("receive"):
         if parcel.meeting not in _GROUPS:
             _GROUPS.clear()
-            store = TCPStore(*parcel.meeting, timeout=timedelta(seconds=_SECONDS))
-            _GROUPS[parcel.meeting] = _met(store, store.add("receivers", 1), 1 + parcel.receivers)
+            meeting = TCPStore(*parcel.meeting, timeout=timedelta(seconds=_SECONDS))
+            _GROUPS[parcel.meeting] = _met(meeting, meeting.add("receivers", 1), 1 + parcel.receivers)
         flat = _room(_bytes(parcel.content))
         _GROUPS[parcel.meeting].broadcast(flat, 0).wait()
     return _tensors(flat, parcel.content)

@@ -5,6 +5,7 @@ Both satisfy their protocols, so the driver's half of training is tested without
 
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,9 +18,10 @@ from nrl.algos import Loss, mismatch_metrics
 from nrl.backends import Completion, Sampling
 from nrl.backends.base import Bucket, Chunks, Piece
 from nrl.backends.models.pieces import Filling, whole
+from nrl.backends.to_save import ToSave
 from nrl.backends.training.terms import check_weights, terms_of
 from nrl.batch import Batch, lengths
-from nrl.files import Saved, write
+from nrl.files import Folder
 from nrl.reduce import Metrics, Sum, merge
 from nrl.runtime.mesh.futures import Future, done, on_its_way
 
@@ -92,27 +94,27 @@ class Bigram:
     def pieces(self, params: Tensor) -> Iterator[Piece]:
         yield whole("table", params)
 
-    def save(self, state: BigramState, params: Tensor, folder: Path) -> Saved:
-        return _saved(state.table, folder / "table.pt")
+    def save(self, state: BigramState, params: Tensor) -> ToSave:
+        return _to_save(state.table, "table.pt")
 
-    def restore(self, folder: Path, record: Mapping[str, Any]) -> BigramState:
-        return BigramState(torch.load(folder / "table.pt", weights_only=True))
+    def restore(self, folder: Folder, record: Mapping[str, Any]) -> BigramState:
+        return BigramState(torch.load(BytesIO((folder / "table.pt").read_bytes()), weights_only=True))
 
-    def save_params(self, params: Tensor, folder: Path) -> Saved:
-        return _saved(params, folder / "params.pt")
+    def save_params(self, params: Tensor) -> ToSave:
+        return _to_save(params, "params.pt")
 
-    def restore_params(self, folder: Path, record: Mapping[str, Any]) -> Tensor:
-        found: Tensor = torch.load(folder / "params.pt", weights_only=True)
+    def restore_params(self, folder: Folder, record: Mapping[str, Any]) -> Tensor:
+        found: Tensor = torch.load(BytesIO((folder / "params.pt").read_bytes()), weights_only=True)
         return found
 
     def export(self, params: Tensor, folder: Path) -> None:
         torch.save(params, folder / "table.pt")
 
 
-def _saved(table: Tensor, path: Path) -> Saved:
+def _to_save(table: Tensor, name: str) -> ToSave:
     file = io.BytesIO()
     torch.save(table, file)
-    return Saved({path.name: write(path, [file.getvalue()])}, {})
+    return ToSave({name: [file.getvalue()]}, {})
 
 
 @attrs.define

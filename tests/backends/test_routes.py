@@ -17,7 +17,9 @@ from nrl.backends.training import reading
 from nrl.batch import Batch
 from nrl.errors import CorruptedTransfer, TransferError
 from nrl.runtime import Cluster, Mesh, P, shard_map, transfer
-from nrl.runtime.mesh.placement import Out
+from nrl.runtime.mesh.current_process import Process, entered
+from nrl.runtime.mesh.local import LocalCluster
+from nrl.runtime.mesh.processes import Out
 from tests.gpus import with_gpus
 from tests.processes import settled
 
@@ -120,14 +122,39 @@ def test_which_way_weights_take(monkeypatch: pytest.MonkeyPatch) -> None:
         slots = here.reserve(4)
         trainer, same, part, other = slots[:2].mesh(), slots[1:2].mesh(), slots[1:3].mesh(), slots[2:].mesh()
         assert transfer.route(trainer, [other]) == (transfer.by_value, Out.all, False)
-        monkeypatch.setattr(here, "gpus", True)
+        monkeypatch.setattr(LocalCluster, "are_gpus", lambda cluster, indices: True)
         assert transfer.route(trainer, []) == (transfer.by_value, Out.all, False)
-        assert transfer.route(trainer, [same]) == (transfer.lend, Out.each, True)
+        lend = transfer.route(trainer, [same])
+        assert lend == (transfer._Lend(frozenset([1])), Out.each, True)
+        assert transfer.route(trainer, [slots[:1].mesh(), same]).send == transfer._Lend(frozenset([0, 1]))
         assert transfer.route(trainer, [part]) == transfer.route(trainer, [same, other])
         assert transfer.route(trainer, [part]) == (transfer.by_value, Out.all, False)
         cast = transfer.route(trainer, [other])
         assert cast == transfer.route(trainer, [other])  # they meet once
         assert cast not in (transfer.route(trainer, [slots[2:].mesh()]), (transfer.by_value, Out.all, False))
+
+
+def test_a_process_lends_nothing_that_nobody_borrows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA gives memory back when the borrower has, so what nobody opens is held for good."""
+    monkeypatch.setattr(transfer, "_lendable", lambda tensor: True)
+    tensors, send = {"x": torch.ones(2)}, transfer._Lend(frozenset([1]))
+    sent = []
+    for rank in (0, 1):
+        with entered(Process(rank, 2)):
+            sent.append(transfer.sent(send, tensors))
+    assert sent[0][0] == {}
+    assert sent[0][1] == {"x": transfer.checksum(tensors["x"])}  # the first one's, for all
+    assert transfer.opened(sent)["x"].tolist() == [1, 1]
+    monkeypatch.undo()  # a tensor that is not on a GPU goes by value, from the first
+    with entered(Process(0, 2)):
+        assert send(tensors) == tensors
+
+
+def test_a_checksum_is_that_of_the_bits_wherever_they_lie() -> None:
+    whole = torch.arange(9.0)
+    for part, words in ((whole[1:], torch.int64), (whole[1:4], torch.int32), (whole[1:2].half(), torch.uint8)):
+        expected = part.clone().view(words).sum(dtype=torch.int64)
+        assert transfer.checksum(part) == int(expected)
 
 
 def test_what_cannot_be_received_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +168,7 @@ def test_what_cannot_be_received_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(TransferError, match="receive: weights were not cast to all engines"):
         transfer.opened([(nobody, {})])
     damaged = {"x": torch.ones(2)}
-    with pytest.raises(CorruptedTransfer, match=r"'x' did not arrive as it was sent \(checksum 213"):
+    with pytest.raises(CorruptedTransfer, match=r"'x' did not arrive as it was sent \(checksum 4575657222473777152"):
         transfer.opened([(damaged, {"x": 7})])
 
 

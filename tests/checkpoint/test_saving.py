@@ -300,7 +300,7 @@ class Evil:
 
 def test_nothing_in_a_checkpoint_is_run(tmp_path: Path) -> None:
     made = save(tmp_path / "000001", 0, {"x": 1})
-    torch.save(Evil(tmp_path / "proof"), made.folder / "x.pt")
+    torch.save(Evil(tmp_path / "proof"), tmp_path / "000001" / "x.pt")
     with pytest.raises(CheckpointError, match="load: .*x.pt holds something that is no data; .* nothing of it was run"):
         load(made.folder, x=0)
     (made.folder / "x.pt").write_bytes(pickle.dumps(Evil(tmp_path / "proof"), protocol=2))
@@ -598,7 +598,7 @@ def test_a_full_disk(small_disk: Path) -> None:
             verify(good.folder)
         else:
             verify(made.folder)
-            shutil.rmtree(made.folder)
+            shutil.rmtree(str(made.folder))
         heavy.unlink()
     assert 50 < failed < 98
     assert load(save(root / "000002", 1, {"x": 3}).folder, x=0) == [3]
@@ -751,7 +751,7 @@ def test_a_state_where_there_is_none(saved: str, like: str, slots: Slots, tmp_pa
 def test_weights_are_read_as_data_only(slots: Slots, tmp_path: Path) -> None:
     trainer = make(slots)
     made = save(tmp_path / "000001", 0, {"policy": trainer.init()})
-    weights = made.folder / "policy" / "00001-of-00001.safetensors"
+    weights = tmp_path / "000001" / "policy" / "00001-of-00001.safetensors"
     torch.save(Evil(tmp_path / "proof"), weights)
     told = json.loads((made.folder / "manifest.json").read_text())
     told["files"][f"policy/{weights.name}"][0] = weights.stat().st_size
@@ -797,6 +797,35 @@ def test_a_state_has_no_manifest_of_its_own(slots: Slots, tmp_path: Path) -> Non
     assert same(dict(again.params.tensors()), dict(state.params.tensors()))
     with pytest.raises(FileNotFoundError, match="restore: nothing that a trainer saved is in .*/count"):
         trainer.restore(made.folder / "count")
+
+
+@pytest.mark.parametrize(
+    ("kept", "message"),
+    [
+        (lambda name: not name.endswith(".safetensors"), "nothing is there of what processes wrote"),
+        (lambda name: True, "of what 2 processes wrote, 00002-of-00002.safetensors is missing"),
+    ],
+)
+def test_a_manifest_that_lists_too_few_files(
+    slots: Slots, tmp_path: Path, kept: Callable[[str], bool], message: str
+) -> None:
+    """Its checksums are right, and all that it lists is there: as where one host of two sees another disk."""
+    trainer = make(slots)
+    for step in (0, 1):
+        made = save(tmp_path / f"{step + 1:06}", step, {"policy": trainer.init(), "count": step})
+    parts = (tmp_path / "000002" / "policy" / f"00001-of-0000{count}.safetensors" for count in (1, 2))
+    next(parts).rename(next(parts))
+    told = json.loads((made.folder / "manifest.json").read_text())
+    listed = {name.replace("of-00001", "of-00002"): x for name, x in told["files"].items()}
+    listed = {name: x for name, x in listed.items() if kept(name)}
+    write_manifest(made.folder, listed, told["values"], step=1, meta={})
+    said, message = list[str](), f"{made.folder}/policy: {message}"
+    for use in (verify, lambda folder: load(folder, policy=trainer, count=0)):
+        with pytest.raises(CheckpointError, match=f"^{message}"):
+            use(made.folder)
+    found = newest(tmp_path, said.append)
+    assert found is not None
+    assert (found.step, said) == (0, [f"checkpoint: {message}; it is now 000002.damaged, and 000001 is used"])
 
 
 def test_a_checkpoint_of_an_earlier_version_is_refused(tmp_path: Path) -> None:

@@ -1,5 +1,10 @@
 """The command `nrl export`: what it writes of a checkpoint is what the trainer itself exports."""
 
+import ctypes
+import json
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +18,14 @@ import nrl
 from nrl import checkpoint, tiny
 from nrl.algos import sft_loss
 from nrl.backends import Model, fsdp, hf
+from nrl.backends.training.storage import weights
 from nrl.command.cli import main
 from nrl.command.exporting import Export
 from nrl.command.exporting import main as export
 from nrl.errors import CheckpointError
 from tests.backends.fsdp.test_torch_engine import QWEN3, batch_of
 from tests.backends.models.test_lora import LORA
+from tests.children import child
 
 CHAT = ["user assistant Hi more", tiny.CHATML]
 
@@ -129,3 +136,49 @@ def test_a_file_that_is_missing_is_noticed(tmp_path: Path) -> None:
 def test_without_a_tokenizer_there_is_none(tmp_path: Path) -> None:
     saved(tmp_path, Model(QWEN3), steps=(1,))
     assert not list(export(Export(str(tmp_path))).glob("tokenizer*"))
+
+
+def peaks_of_exports(run: str, out: str) -> None:
+    """Write the bytes that an export takes at most, and one that holds all weights; those of mapped files left out."""
+    export(Export(run, to=f"{out}/first", dtype="bfloat16"))  # what is imported stays
+    found = [peak(lambda: export(Export(run, to=f"{out}/second", dtype="bfloat16")))]
+    found.append(peak(lambda: {name: x.clone() for name, x in weights(Path(run, "checkpoints/train/000001/policy"))}))
+    Path(out, "peaks").write_text(json.dumps(found))
+
+
+def peak(work: Callable[[], object]) -> int:
+    over, most = threading.Event(), list[int]()
+    ctypes.CDLL(None).malloc_trim(0)  # else what was free before is used again, and is not seen
+
+    def watch() -> None:
+        while not over.is_set():
+            most.append(anonymous())
+            time.sleep(0.0005)
+
+    before, thread = anonymous(), threading.Thread(target=watch)
+    thread.start()
+    held = work()
+    most.append(anonymous())
+    over.set()
+    thread.join()
+    del held
+    return max(most) - before
+
+
+def anonymous() -> int:
+    text = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line for line in text.splitlines() if line.startswith("RssAnon:")).split()[1])
+
+
+def test_one_weight_is_held_at_a_time(tmp_path: Path) -> None:
+    size = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 8000}
+    with nrl.cluster("local") as cluster:
+        trainer = fsdp.trainer(cluster.reserve(1), tiny.model(**size), nrl.adamw(lr=1e-2))
+        params = trainer.load()
+        checkpoint.save(tmp_path / "checkpoints" / "train" / "000001", 0, {"policy": params})
+        bytes_of = [x.nbytes for _, x in params.tensors()]
+    assert sum(bytes_of) > 10 * max(bytes_of)
+    assert child(peaks_of_exports, str(tmp_path), str(tmp_path)) == 0
+    streamed, held = json.loads((tmp_path / "peaks").read_text())
+    assert held > 0.9 * sum(bytes_of)
+    assert streamed < 2 * max(bytes_of)

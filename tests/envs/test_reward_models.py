@@ -145,15 +145,18 @@ def test_a_number_that_is_not_finite_is_a_failure_of_its_row_alone(folder: Path,
     import transformers
 
     model: Any = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
-    with torch.no_grad():
-        model.model.embed_tokens.weight[TOKENIZER.encode("~")[0]] = float("nan")
+    with torch.no_grad():  # weights are finite, and the keys of one token are not
+        model.model.embed_tokens.weight[:, 0] = 0
+        model.model.embed_tokens.weight[TOKENIZER.encode("~")[0]] = torch.eye(model.config.hidden_size)[0]
+        model.model.layers[0].self_attn.k_proj.weight[:, 0] = 3e38
     model.save_pretrained(tmp_path)
     TOKENIZER.save_pretrained(tmp_path)
     first, failed, last = ask(nrl.reward_model(tmp_path), [(TASKS[0], "2"), (TASKS[0], "2~"), (TASKS[1], "3")])
     assert isinstance(failed, EnvError)
     assert str(failed) == "scored_by: the reward model's number is nan; look for weights that are not finite"
     assert [first, last] == pytest.approx(
-        [by_transformers(folder, TASKS[0]["prompt"], "2"), by_transformers(folder, TASKS[1]["prompt"], "3")], abs=1e-5
+        [by_transformers(tmp_path, TASKS[0]["prompt"], "2"), by_transformers(tmp_path, TASKS[1]["prompt"], "3")],
+        abs=1e-5,
     )
 
 

@@ -42,6 +42,7 @@ def test_requests_of_different_lengths_are_decoded_together() -> None:
     policy = Says("qwen2_5", ["Hi more<|im_end|>"] * 3)
     answers = Answers(policy)
     lengths = [{"max_new_tokens": 1}, {"max_new_tokens": 2}, {}]
+    answers._loop.call_soon_threadsafe(time.sleep, 0.5)  # until all of them are there, on a busy machine, too
     found = asked(answers, *(Asked([SAY], sampling=each) for each in lengths))
     assert len(policy.sampled) == 1
     counts = [len(turns[0].token_ids) for turns, _ in found]

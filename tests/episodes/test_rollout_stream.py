@@ -86,10 +86,10 @@ def test_the_lag_of_ahead_is_exactly_min_k_n(slots: Slots, trainer: Trainer, n: 
     assert lags == [min(k, n) for k in range(6)]
 
 
-def test_a_lag_is_refused_where_the_sampler_shares_the_trainers_gpus(trainer: Trainer) -> None:
+def test_a_lag_is_refused_where_the_sampler_shares_the_trainers_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cluster of this process that says its slots are GPUs."""
     with nrl.cluster("local") as here:
-        here.gpus = True
+        monkeypatch.setattr(here, "are_gpus", lambda indices: True)
         slots = here.reserve(3)
         learner = fsdp.trainer(slots[:2], tiny.model(num_hidden_layers=1), adamw(lr=1e-2))
         state = learner.init()
@@ -107,7 +107,7 @@ def test_a_lag_is_refused_where_the_sampler_shares_the_trainers_gpus(trainer: Tr
             nrl.publish(state.params, lagging(slots[1:], 2))
         assert nrl.publish(state.params, lagging(slots[1:], 0)) == 1
         assert nrl.publish(state.params, lagging(slots[2:], 2)) == 1
-        here.gpus = False
+        monkeypatch.setattr(here, "are_gpus", lambda indices: False)
         assert nrl.publish(state.params, lagging(slots[1:], 2)) == 1
 
 

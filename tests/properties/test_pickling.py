@@ -12,7 +12,7 @@ from torch import Tensor
 import nrl
 from nrl.batch import Batch
 from nrl.errors import MutatedBatch
-from nrl.runtime.mesh.placement import Rows
+from nrl.runtime.mesh.processes import Rows
 from nrl.runtime.ray.pickling import deserialized, serialized, size
 from nrl.runtime.ray.tensors import rows_serializer
 from nrl.runtime.ray.unpadded import Unpadded

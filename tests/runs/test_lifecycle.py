@@ -19,7 +19,7 @@ from nrl.errors import CheckpointError, ConfigError
 from nrl.reduce import Max, Metrics, Sum
 from nrl.runs import run
 from nrl.runtime import done
-from nrl.runtime.trace import timeline
+from nrl.runtime.trace import measured, timeline
 from nrl.stream import ahead, counting
 from tests.children import child
 from tests.disks import small_disk_at
@@ -66,6 +66,18 @@ def test_one_flushed_line_a_step(tmp_path: Path) -> None:
     assert [line["loss"] for line in found] == [0.5, 1.0, 1.5]
     assert all(line.keys() == ALWAYS and line["grad_norm"] == 0.5 for line in found)
     assert all(isinstance(line["step"], int) for line in found)
+
+
+def test_a_line_has_what_devices_took_since_the_one_before(tmp_path: Path) -> None:
+    measured.add({"device/idle": mean(0.25)})  # before the run
+    with run(Config(out=tmp_path, steps=2)) as entered:
+        for i, _ in entered.steps(batches()):
+            for idle in (0.5, 1.0) if i == 0 else ():
+                measured.add({"device/idle": mean(idle)})
+            entered.log(i, {"loss": mean(0.5)})
+    first, second = lines(tmp_path / "metrics.jsonl")
+    assert first["device/idle"] == 0.75
+    assert second.keys() == ALWAYS
 
 
 def test_a_line_has_all_metrics_and_what_it_took(tmp_path: Path) -> None:

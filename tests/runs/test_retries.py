@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -75,7 +76,7 @@ EVERYWHERE = [("built", 0), ("pulled", 1), ("stepped", 3), ("logged", 4), ("save
 @pytest.fixture
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     pauses: list[float] = []
-    monkeypatch.setattr("time.sleep", pauses.append)
+    monkeypatch.setattr("nrl.runs.retries.time", SimpleNamespace(sleep=pauses.append))
     return pauses
 
 

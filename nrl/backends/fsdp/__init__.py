@@ -28,6 +28,8 @@ def trainer(
     packing: Packing | None = Rectangles,
     checkpointing: bool | Literal["selective"] = False,
     compile: bool = False,
+    offload: Literal["cpu"] | None = None,
+    deterministic: bool = False,
     device: str | None = None,
     layout: Layout | None = None,
 ) -> Trainer:
@@ -46,6 +48,10 @@ def trainer(
         checkpointing: recompute activations in the backward pass, layer by layer, which saves memory: all of a layer
             but its input; or ``"selective"``: all but its input, its attention and its narrow products.
         compile: compile the layers with ``torch.compile``; the first step takes longer.
+        offload: ``"cpu"``: keep parameters, gradients and moments on the host, where the optimizer then steps; each
+            layer goes to the device when it computes. See docs/memory.md.
+        deterministic: let torch take kernels that give the same bits each time, in each process of the mesh, and refuse
+            operations that have none; slower. On the local cluster that is this process. See docs/determinism.md.
         device: ``"cpu"``, ``"cuda"``; None: a GPU if there is one.
         layout: of the mesh that slots become; on processes dp is all that this backend knows.
 
@@ -56,6 +62,7 @@ def trainer(
         ModelError: the model cannot be loaded, or computes something that packed rows cannot (on ``init`` or ``load``);
             or a group of the optimizer fits no weight, or one's own optimizer cannot be used (on ``init``).
         PlacementError: the slots cannot make the mesh, or its layout has other axes than dp.
+        ConfigError: the environment sets CUBLAS_WORKSPACE_CONFIG to what is not deterministic.
 
     >>> import nrl
     >>> from nrl import tiny
@@ -66,11 +73,12 @@ def trainer(
     0
     """
     name, parts_of = f"fsdp.trainer {next(_NUMBERS)}", microbatches if packing is None else microbatches_by_prefix
-    make_engine = partial(_make_engine, model, optimizer, packing, checkpointing, compile, device)
     _check(place, place.layout if isinstance(place, Mesh) else layout)
+    mesh = as_mesh(place, "base", "trainer", layout)
+    options = (model, optimizer, packing, checkpointing, compile, offload, deterministic, device)
     return make_trainer(
-        as_mesh(place, "base", "trainer", layout),
-        make_engine,
+        mesh,
+        partial(_make_engine, *options, mesh.cluster.remote),
         name=name,
         max_tokens=max_tokens,
         parts_of=parts_of,
@@ -90,15 +98,23 @@ def _make_engine(
     packing: Packing | None,
     checkpointing: bool | Literal["selective"],
     compile: bool,
+    offload: Literal["cpu"] | None,
+    deterministic: bool,
     device: str | None,
+    alone: bool,
 ) -> TrainEngine[Any, Any]:
-    """In a process of the mesh."""
+    """In a process of the mesh, which may be the mesh's alone."""
     import torch
 
     from nrl.backends.fsdp.torch_engine import TorchEngine
+    from nrl.backends.training.determinism import make_deterministic
     from nrl.backends.training.packed_attention import packing_on
-    from nrl.runtime import process
+    from nrl.runtime import process, segments
 
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if alone and where.type == "cuda":  # engines of vLLM, which may lie in the driver's process, refuse them
+        segments.grow()
     packing = packing_on(where, packing, model.dtype, "fsdp.trainer")
-    return TorchEngine(model, optimizer, packing, checkpointing, compile, where, process().device_mesh)
+    if deterministic:
+        make_deterministic()
+    return TorchEngine(model, optimizer, packing, checkpointing, compile, where, process().device_mesh, offload)

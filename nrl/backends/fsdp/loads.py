@@ -30,7 +30,7 @@ class Loads:
             return
         logits, _, chosen = outputs
         load = self._found.setdefault(name, logits.new_zeros(logits.shape[-1], dtype=torch.float32))
-        each = self.reads.to(chosen.device, torch.float32)[:, None].expand(chosen.shape)
+        each = self.reads.to(torch.float32)[:, None].expand(chosen.shape)
         load.index_add_(0, chosen.flatten(), each.flatten())
 
     def clear(self) -> None:

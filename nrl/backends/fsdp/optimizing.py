@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from nrl.backends.fsdp import sharding
 from nrl.backends.models import splitting
 from nrl.backends.models.named_weights import a_few, is_head, weight_name
 from nrl.backends.training.muon import Muon
 from nrl.backends.training.optimizers import Group, Optimizer
+from nrl.backends.training.stochastic import RoundedAdamW
 from nrl.backends.training.storage import KEYS
 from nrl.errors import ModelError
 
@@ -80,8 +82,16 @@ def kind(spec: Optimizer, optimizer: TorchOptimizer) -> str:
     return f"own, {type(optimizer).__name__}" if spec.kind == "own" else spec.kind
 
 
-def _adamw(spec: Optimizer, groups: list[dict[str, Any]]) -> torch.optim.AdamW:
+def _adamw(spec: Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    if spec.moments == "bfloat16":
+        return RoundedAdamW(groups, spec.lr, spec.betas, spec.eps, _rank(groups))
     return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True)
+
+
+def _rank(groups: list[dict[str, Any]]) -> int:
+    """Of this process, of those that share the parameters."""
+    first = groups[0]["params"][0]
+    return first.device_mesh.get_local_rank() if isinstance(first, DTensor) else 0
 
 
 def _muon(spec: Optimizer, groups: list[dict[str, Any]], module: nn.Module) -> Muon:

@@ -19,24 +19,22 @@ def compute(module: Any, work: Plan, needs: Collection[str]) -> Outputs:
     Args:
         module: a Hugging Face causal language model, or one with another head; for packed tokens with the attention of
             `nrl.backends.fsdp.attention`.
-        work: from `plan`.
+        work: from `plan`, on the device of the model.
         needs: the names of the outputs; a model with a value or reward head has that one alone.
     """
-    device = module.device
     weight, bias = head_weight(module)
     hidden = weight[:0]
     if work.places is not None:
-        inputs: dict[str, Any] = {name: x.to(device) for name, x in work.inputs.items()}
+        inputs: dict[str, Any] = dict(work.inputs)
         if work.rows is not None:
-            inputs["nrl_attention"] = packed_attention.over(work.rows, device)
+            inputs["nrl_attention"] = packed_attention.over(work.rows)
         with replaying(module, work.routes):
             states = module.base_model(use_cache=False, **inputs).last_hidden_state
-        hidden = states.flatten(0, 1).index_select(0, work.places.to(device))
+        hidden = states.flatten(0, 1).index_select(0, work.places)
     if asked := {"values", "rewards"} & set(needs):
         (name,) = asked
         values = {name: numbers(hidden, weight, bias)}
     else:
-        temperature = None if work.temperature is None else work.temperature.to(device)
-        values = predictions(hidden, weight, bias, work.targets, temperature, needs)
+        values = predictions(hidden, weight, bias, work.targets, work.temperature, needs)
     again = partial(replaying, module, work.routes, again=True)
-    return Outputs(values, work.source.to(device), work.shape, again)
+    return Outputs(values, work.source, work.shape, again)

@@ -1,7 +1,8 @@
 """Checks at construction that the torch engine computes a model's own numbers; models that fail are rejected.
 
 transformers has hundreds of architectures, and many silently ignore arguments that they do not know. So there is no
-list of names: small forwards show whether the engine computes the model's own numbers.
+list of names: small forwards show whether the engine computes the model's own numbers. They are forwards of a
+miniature on the host (`nrl.backends.models.miniature`), so that a large model is never run, or even read, for them.
 """
 
 from collections.abc import Mapping
@@ -13,18 +14,36 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from nrl.backends.fsdp import attention
+from nrl.backends.models.miniature import miniature
 from nrl.backends.models.named_weights import head_weight
 from nrl.backends.training import packed_attention
 from nrl.batch.packed_rows import Packing
 from nrl.batch.packing import pack
 from nrl.errors import ModelError
 
-__all__ = ["check_head", "check_packing", "check_positions"]
+__all__ = ["check", "check_head", "check_packing", "check_positions"]
 
 _TOLERANCE = 1e-4
 """A fraction of the deviation of logits or hidden states; rounding is a hundredth of it."""
-_ROUNDED = 0.1
-"""The same for models that compute in bfloat16, where they are sharded; others are probed in float32."""
+
+
+def check(module: Any, packing: Packing | None, *, head: bool) -> None:
+    """Refuse a model whose numbers the engine would not compute, by a miniature of it.
+
+    Args:
+        module: the model; its parameters need not take memory, and are not read.
+        packing: the form of rows; None: they are not packed.
+        head: whether it is a head of words, whose logits are not computed.
+
+    Raises:
+        ModelError: as `check_positions`, `check_head` and `check_packing`.
+    """
+    check_positions(module)
+    small = miniature(module)
+    if head:
+        check_head(small)
+    if packing is not None:
+        check_packing(small, packing)
 
 
 def check_positions(module: Any) -> None:
@@ -64,9 +83,7 @@ def check_head(module: Any) -> None:
     hook = module.base_model.register_forward_hook(amplify)
     try:
         with torch.no_grad():
-            # Not by calling the module, which is sharded perhaps, and whose weights outside of layers are whole now
-            ids = torch.tensor([[1, 2]], device=module.device)
-            logits = module.eval().forward(input_ids=ids, use_cache=False).logits
+            logits = module.eval()(input_ids=torch.tensor([[1, 2]]), use_cache=False).logits
             plain = linear(hidden[0], *head_weight(module))
     except (AttributeError, IndexError, TypeError, RuntimeError) as error:
         raise ModelError(
@@ -97,18 +114,18 @@ def check_packing(module: Any, packing: Packing) -> None:
     rows = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8], [1, 2, 5, 6], [1, 2, 3, 9]]) % module.config.vocab_size
     module.eval()
     with torch.no_grad():
-        own = module.base_model(input_ids=rows.to(module.device), use_cache=False).last_hidden_state.flatten(0, 1)
+        own = module.base_model(input_ids=rows, use_cache=False).last_hidden_state.flatten(0, 1)
         module.set_attn_implementation(attention.register_attention())
         found = []
         for share in (False, True):
             tokens = pack(TensorDict({"input_ids": rows}, batch_size=[len(rows)]), packing=packing, share=share)
             hidden = module.base_model(
-                input_ids=tokens.input_ids[None].to(module.device),
-                position_ids=tokens.position_ids[None].to(module.device),
+                input_ids=tokens.input_ids[None],
+                position_ids=tokens.position_ids[None],
                 use_cache=False,
-                nrl_attention=packed_attention.over(tokens.rows, module.device),
+                nrl_attention=packed_attention.over(tokens.rows),
             ).last_hidden_state[0]
-            found.append(hidden[tokens.place.to(module.device)])
+            found.append(hidden[tokens.place])
     packed = max(found, key=lambda hidden: float((own - hidden).abs().max()))
     if not all(_alike(own, hidden) for hidden in found):
         raise ModelError(
@@ -119,5 +136,4 @@ def check_packing(module: Any, packing: Packing) -> None:
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
-    tolerance = _ROUNDED if torch.is_autocast_enabled(a.device.type) else _TOLERANCE
-    return bool((a - b).abs().max() <= tolerance * a.std())  # false for NaN
+    return bool((a - b).abs().max() <= _TOLERANCE * a.std())  # false for NaN

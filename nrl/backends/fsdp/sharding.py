@@ -1,7 +1,8 @@
 """Sharding a model over processes: each holds a part of every parameter, and whole layers only while they compute.
 
-torch's ``fully_shard`` does the work. It gathers a module's parameters before the forward and again before the
-backward, and adds up their gradients after it. A sharded module cannot be copied, so the unsharded one is remembered.
+torch's ``fully_shard`` does the work, on a model without memory, and each process fills its part. It gathers a
+module's parameters before the forward and again before the backward, and adds up their gradients after it. A sharded
+module cannot be copied, so the unsharded one is remembered.
 """
 
 import contextlib
@@ -12,19 +13,64 @@ from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import attrs
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from nrl.backends.base import Piece
+from nrl.backends.fsdp import rounding
 from nrl.backends.models import pieces, splitting
+from nrl.backends.models.named_weights import weight_name
+from nrl.backends.models.streaming import Unread
 from nrl.backends.training.agreement import HeldError, Peers
 from nrl.errors import PlacementError
 
-__all__ = ["axis", "copied", "own", "parts", "piece", "reset_after", "run", "shard", "skeleton", "spoken", "whole"]
+__all__ = [
+    "Home",
+    "alone",
+    "axis",
+    "copied",
+    "empty",
+    "filled",
+    "own",
+    "parts",
+    "piece",
+    "reset_after",
+    "run",
+    "scattered",
+    "skeleton",
+    "spoken",
+    "whole",
+]
+
+
+@attrs.frozen
+class Home:
+    """Where a process keeps its part of a model, and in which dtype it computes.
+
+    Args:
+        device: on which it computes, and where its parameters and buffers are.
+        dtype: in which parameters are gathered; None: their own.
+        offload: keep parameters and gradients on the host, from which each layer comes when it computes.
+    """
+
+    device: torch.device
+    dtype: torch.dtype | None = None
+    offload: bool = False
+
 
 _UNSHARDED: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
 """For each sharded model, the same model before it was sharded, with parameters that take no memory."""
@@ -52,27 +98,64 @@ def axis(mesh: DeviceMesh | None) -> DeviceMesh | None:
     return mesh["dp"] if mesh["dp"].size() > 1 else None
 
 
-def shard(
+def alone(device: torch.device) -> DeviceMesh:
+    """A mesh of this process alone, whose model is then kept on the host as that of several processes is.
+
+    Raises:
+        PlacementError: the process is one of several that have met, and was not given their mesh.
+    """
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    if dist.get_world_size() > 1:
+        raise PlacementError(
+            f"TorchEngine: offload='cpu' without a mesh is for a process alone, and this is one of "
+            f"{dist.get_world_size()} in a process group; give the engine a mesh with the axis 'dp'"
+        )
+    return init_device_mesh(device.type, (1,), mesh_dim_names=("dp",))["dp"]
+
+
+def filled(made: nn.Module, unread: Unread, far: Callable[[int, int], None] = lambda done, count: None) -> None:
+    """Fill what this process has of a model that `empty` made; each process does so by itself.
+
+    Meanwhile it holds, beside its part, what it reads of one weight of files, or one weight that is drawn.
+
+    Args:
+        made: the model.
+        unread: what it was made of.
+        far: told how many parameters of how many are filled.
+    """
+    values, parameters = dict(unread.module.named_parameters()), dict(made.named_parameters())
+    with torch.no_grad():
+        for done, (name, parameter) in enumerate(parameters.items()):
+            far(done, len(parameters))
+            mine = piece(weight_name(name), parameter)
+            if values[name].is_meta:
+                unread.fill(mine)
+            else:
+                mine.tensor.copy_(values[name][mine.index])
+
+
+def scattered(
     module: nn.Module | None,
     read: Callable[[str], Tensor],
     held: HeldError,
-    layer_dtype: torch.dtype | None = None,
+    home: Home,
 ) -> nn.Module:
-    """Shard a model that the first process holds, or reads; a collective.
+    """Shard a model that the first process alone holds, or reads; a collective.
 
-    It is sharded layer by layer; embeddings and head, which are in no layer, are one more part. Gradients are sums over
-    processes, in the parameters' own dtype. Meanwhile each process holds its part and one tensor, beside the module
-    that the first one was given.
+    Meanwhile each process holds its part and one tensor, beside the module that the first one was given.
 
     Args:
         module: a Hugging Face model on the CPU; None in all processes but the first.
-        read: in the first process, reads a parameter that takes no memory (of the device ``meta``), by its name.
+        read: in the first process, reads a parameter that takes no memory (of the device ``meta``), by its name in
+            files.
         held: of more than one process; an error of ``read`` is held back there, and the model is then of no use.
-        layer_dtype: in which layers are gathered; None: their own.
+        home: of the parts.
     """
     peers = held.peers
     skeleton = peers.send(None if module is None else _remade(module, lambda x: torch.empty_like(x, device="meta")))
-    made = _empty(skeleton, peers, layer_dtype)
+    made = empty(skeleton, peers, home)
     values = dict(module.named_parameters()) if module is not None else {}
     with torch.no_grad():
         for name, parameter in made.named_parameters():
@@ -81,32 +164,46 @@ def shard(
             if value.is_meta:
                 value = torch.zeros(value.shape, dtype=value.dtype)
                 with held.back():
-                    value = read(name).to(parameter.dtype)
+                    value = read(weight_name(name)).to(parameter.dtype)
             part = distribute_tensor(value.detach(), parameter.device_mesh, parameter.placements)  # from the first
             parameter.to_local().copy_(part.to_local())
     return made
 
 
-def copied(module: nn.Module, peers: Peers, layer_dtype: torch.dtype | None = None) -> nn.Module:
+def copied(module: nn.Module, peers: Peers, home: Home) -> nn.Module:
     """A frozen copy of a sharded model; no process ever holds more than its part."""
-    made = _empty(_UNSHARDED[module], peers, layer_dtype)
+    made = empty(_UNSHARDED[module], peers, home)
     with torch.no_grad():
         for mine, other in zip(_states(made), _states(module), strict=True):
             _local(mine).copy_(_local(other))
     return made.requires_grad_(False)
 
 
-def _empty(skeleton: nn.Module, peers: Peers, layer_dtype: torch.dtype | None) -> nn.Module:
-    """A sharded model whose parameters are not yet initialised."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
+def empty(skeleton: nn.Module, peers: Peers, home: Home) -> nn.Module:
+    """What this process holds of a model, whose parameters are not yet initialised, and whose buffers have values.
 
-    module, mesh = _remade(skeleton, lambda x: torch.empty_like(x, device="cpu")), peers.mesh
+    It is sharded layer by layer; embeddings and head, which are in no layer, are one more part. Gradients are sums over
+    processes, in the parameters' own dtype. Until it is sharded, no parameter takes memory.
+
+    Args:
+        skeleton: a Hugging Face model; it is copied, and values of its parameters are not.
+        peers: the processes; one that is alone holds all of it.
+        home: of the part that this process holds.
+    """
+    if peers.alone:
+        return _remade(skeleton, lambda x: torch.empty_like(x, device=home.device)).to(home.device)
+    skeleton = _remade(skeleton, lambda x: torch.empty_like(x, device="meta"))
+    module, mesh = copy.deepcopy(skeleton), peers.mesh
     policy = MixedPrecisionPolicy()
-    if layer_dtype is not None:
-        policy = MixedPrecisionPolicy(param_dtype=layer_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for layer in [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(module, mesh=mesh)
+    if home.dtype is not None:
+        policy = MixedPrecisionPolicy(param_dtype=home.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    place, where = OffloadPolicy(), home.device
+    if home.offload:  # pinned, so that copies need no wait
+        place, where = CPUOffloadPolicy(pin_memory=home.device.type == "cuda"), torch.device("cpu")
+    for layer in rounding.layers(module):
+        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=place)
+    fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=place)
+    module._apply(lambda x: torch.empty_like(x, device=where) if x.is_meta else x)
     for part in module.modules():
         if isinstance(part, FSDPModule):  # each part has settings of its own
             part.set_gradient_divide_factor(1.0)
@@ -119,22 +216,24 @@ def _empty(skeleton: nn.Module, peers: Peers, layer_dtype: torch.dtype | None) -
     return module
 
 
-def run[T](module: Any, compute: Callable[[], T]) -> T:
-    """Call a function while the parameters outside of layers are whole."""
+def run[T](module: Any, compute: Callable[[], T], dtype: torch.dtype | None = None) -> T:
+    """Call a function while the parameters outside of layers are whole, and in the dtype; None: in their own."""
     if not isinstance(module, FSDPModule):
-        return compute()
+        with contextlib.nullcontext() if dtype is None else rounding.outside_cast(module, dtype):
+            return compute()
     found: T = module.nrl_run(compute)  # type: ignore[attr-defined]
     return found
 
 
 @contextlib.contextmanager
 def reset_after(module: nn.Module) -> Iterator[None]:
-    """Leave a model sharded and without gradients at the end of the block, also after an error or a forward alone.
+    """Leave a model sharded, or with weights that are not rounded, and without gradients, also after an error.
 
     The block has to use the gradients: newer versions of torch discard them when they reset the model.
     """
     try:
-        yield
+        with contextlib.nullcontext() if isinstance(module, FSDPModule) else rounding.guarded(module):
+            yield
     finally:
         if isinstance(module, FSDPModule):
             with contextlib.suppress(AttributeError):  # before the first forward it has nothing to reset

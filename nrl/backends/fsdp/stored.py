@@ -14,7 +14,7 @@ from nrl.backends.fsdp.optimizing import TorchOptimizer
 from nrl.backends.models import splitting
 from nrl.backends.models.named_weights import a_few, named_tensors, weight_name
 from nrl.backends.models.pieces import whole
-from nrl.backends.training.storage import MODEL, MOMENTS, NUMBER
+from nrl.backends.training.storage import KEYS, MODEL, MOMENTS, NUMBER
 from nrl.errors import CheckpointError
 
 __all__ = ["fresh_state", "pieces", "shapes", "with_numbers"]
@@ -101,7 +101,10 @@ def with_numbers(optimizer: TorchOptimizer) -> None:
 
 def _zeros(key: str, stored: Tensor, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
     if stored.ndim or (not parameter.ndim and key != "step"):
-        return torch.zeros_like(parameter, dtype=stored.dtype, requires_grad=False)
+        dtype = stored.dtype
+        if group["keeps"] == KEYS:  # the configuration says in which dtype AdamW keeps its moments
+            dtype = group.get("moments", parameter.dtype)
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     there = group.get("fused") or group.get("capturable")  # as torch itself loads them
     return torch.zeros((), dtype=stored.dtype, device=parameter.device if there else "cpu")
 

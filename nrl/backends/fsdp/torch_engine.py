@@ -6,9 +6,10 @@ every call together. A finding in the numbers of one is known to all before any 
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import torch
@@ -18,34 +19,41 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nrl.algos import Loss, name_of, needed
 from nrl.backends.base import Model, Piece
-from nrl.backends.fsdp import attention, optimizing, probe, sharding, stored
+from nrl.backends.fsdp import attention, optimizing, probe, rounding, sharding, stored
 from nrl.backends.fsdp.loads import Loads, counting
 from nrl.backends.fsdp.optimizing import TorchOptimizer
 from nrl.backends.fsdp.outputs import compute
-from nrl.backends.fsdp.torch_state import FROZEN, TorchParams, TorchState
+from nrl.backends.fsdp.torch_state import TorchParams, TorchState
 from nrl.backends.models import loading, lora, splitting
 from nrl.backends.models.exporting import export_weights
-from nrl.backends.models.named_weights import weight_name
 from nrl.backends.models.routers import sizes
+from nrl.backends.models.streaming import Unread
+from nrl.backends.to_save import ToSave
 from nrl.backends.training import storage
 from nrl.backends.training.adapters import Adapter, params_of
 from nrl.backends.training.agreement import HeldError, Peers
 from nrl.backends.training.curiosity import Curious
+from nrl.backends.training.flops import cost
 from nrl.backends.training.heads import PROVIDES
 from nrl.backends.training.optimizers import Optimizer, set_learning_rate
-from nrl.backends.training.plans import Outputs, Plan, plan, read_by, with_outputs
+from nrl.backends.training.plans import Outputs, Plan, left_out_of, plan, read_by, with_outputs
 from nrl.backends.training.reading import written_whole
 from nrl.backends.training.recomputing import Checkpointing, options_of
 from nrl.backends.training.routes import where_routed
 from nrl.backends.training.step_sums import IDLE, StepSums, check_norm, evened, step_metrics
+from nrl.backends.training.transfers import to_device
 from nrl.batch import Batch
 from nrl.batch.packed_rows import Packing
 from nrl.errors import ModelError
-from nrl.files import Saved
+from nrl.files import Folder
+from nrl.log import waiting
 from nrl.reduce import Metrics
-from nrl.runtime.mesh.current_process import rest, wake
+from nrl.runtime.mesh.resting import FROZEN, rest, wake
 
 __all__ = ["TorchEngine"]
+
+
+type _Source = Callable[..., Unread | None]
 
 
 def _nothing(name: str) -> Tensor:
@@ -59,6 +67,7 @@ class TorchEngine:
 
     With a ``mesh``, each of its processes makes an engine, and all processes call every method together, with
     micro-batches of their own (possibly none) and otherwise the same arguments. A mesh of one process changes nothing.
+    Weights come from ``source``: `lora.unread` reads a model's own, and `lora.unfilled` leaves them as they are.
 
     Raises:
         PlacementError: the mesh has no axis ``dp``, or is larger than 1 along another one.
@@ -71,12 +80,19 @@ class TorchEngine:
     compile: bool
     device: torch.device
     mesh: DeviceMesh | None = None
+    offload: Literal["cpu"] | None = None
+    source: _Source = lora.unread
     _peers: Peers = attrs.field(
-        default=attrs.Factory(lambda self: Peers(sharding.axis(self.mesh)), takes_self=True), init=False, repr=False
+        default=attrs.Factory(lambda self: Peers(self._axis()), takes_self=True), init=False, repr=False
     )
     _curious: Curious = attrs.field(factory=Curious, init=False, repr=False, eq=False)
     _probed: set[tuple[str, str]] = attrs.field(factory=set, init=False, repr=False, eq=False)
     """The classes and configs of models that it computes rightly."""
+
+    def _axis(self) -> DeviceMesh | None:
+        """The processes that share a model; of a process alone, itself where its model is on the host."""
+        found = sharding.axis(self.mesh)
+        return sharding.alone(self.device) if found is None and self.offload else found
 
     @property
     def provides(self) -> frozenset[str]:
@@ -114,9 +130,8 @@ class TorchEngine:
         if self._peers.alone:
             module = copy.deepcopy(params).requires_grad_(False)
         else:
-            module = self._ready(sharding.copied(params, self._peers, self._layer_dtype))
-        FROZEN.add(module)
-        return module
+            module = self._ready(sharding.copied(params, self._peers, self._home))
+        return self._frozen(module)
 
     def pieces(self, params: TorchParams) -> Iterator[Piece]:
         """What this process has of the weights; where an adapter is added to them, all processes iterate together."""
@@ -136,7 +151,7 @@ class TorchEngine:
         wanted = every if self.model.head == "reward" else where_routed(every)
         with torch.no_grad(), sharding.reset_after(params):
             for batch in parts:
-                work = self._plan(params, batch, wanted, needs, held)
+                work = to_device(self._plan(params, batch, wanted, needs, held), self.device)
                 found.append(self._outputs(params, work, needs))
             held.meet("forward")
         return [
@@ -182,9 +197,10 @@ class TorchEngine:
                 )
         held.meet(who)
         norm = sharding.whole(torch.nn.utils.get_total_norm(gradients))
-        check_norm(who, norm, step)
+        found = norm.cpu()  # the one wait of a step, beside that for its sums
+        check_norm(who, found, step)
         torch.nn.utils.clip_grads_with_norm_(module.parameters(), self.optimizer.clip, norm)
-        return norm
+        return found
 
     def _sums(
         self,
@@ -198,19 +214,21 @@ class TorchEngine:
     ) -> Metrics | None:
         """The sums over the micro-batches of all processes; None: the loss reads outputs that have been left out."""
         needs = needed(loss) | (self.provides & {"logprobs"})
-        sums, held, works, read = StepSums(loss, name, weights, self.device), HeldError(self._peers), list[Plan](), 0
+        sums = StepSums(loss, name, weights, self.device, cost=cost(module))
+        held, works, read = HeldError(self._peers), list[Plan](), 0
         wanted = partial(read_by, head=self.model.head, everywhere=everywhere)
         for batch in microbatches:
             works.append(self._plan(module, batch, wanted, needs, held))
-            loads.reads = works[-1].reads
-            out = self._outputs(module, works[-1], needs)
+            real = batch is not IDLE and held.error is None
+            left_out = left_out_of(batch, wanted(batch), self.model.head) if real else None
+            moved = to_device((works[-1], works[-1].reads, batch if real else None, left_out), self.device)
+            work, loads.reads, rows, left_out = moved
+            out = self._outputs(module, work, needs)
             gradients, read = None, read + len(out.source)
-            if batch is not IDLE and held.error is None:
+            if rows is not None and left_out is not None:
                 with held.back():
                     outputs = {key: out.scatter(values.detach()) for key, values in out.values.items()}
-                    others = with_outputs(batch, self.model.head) & ~wanted(batch)
-                    left_out = torch.nonzero(others.flatten())[:, 0].to(self.device)
-                    gradients = sums.add(outputs, batch.to(self.device), left_out)
+                    gradients = sums.add(outputs, rows, left_out)
             out.backward(gradients)
         return sums.over_all(held, microbatches, works, read)
 
@@ -228,114 +246,115 @@ class TorchEngine:
         return plan(IDLE, nothing, self.packing, words=words, needs=self.provides & {"rewards"}, always=always)
 
     def _outputs(self, module: Any, work: Plan, needs: frozenset[str]) -> Outputs:
-        with self._autocast(self.model.dtype == "bfloat16"):
-            return sharding.run(module, lambda: compute(module, work, needs))
+        return sharding.run(module, lambda: compute(module, work, needs), self._low)
 
-    def _autocast(self, enabled: bool) -> Any:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
-
-    def _make(self, model: Model, frozen: bool = False) -> nn.Module:
-        """A model with its own weights; where it is sharded, the first process reads them for all, one at a time."""
+    def _make(self, model: Model, frozen: bool = False, source: _Source | None = None) -> nn.Module:
+        """A model with its own weights, or from another source; each process reads its part, where all see the same."""
         who, held = "trainer.load" if frozen else "trainer.init", HeldError(self._peers)
-        module: Any = None
-        read: Callable[[str], Tensor] = _nothing
-        with held.back():
-            if self._peers.rank == 0:
-                module, read = self._build(model)
-                if frozen:
-                    module.requires_grad_(False)
-        held.meet(who)
-        if not self._peers.alone:
-            module = sharding.shard(module, read, held, self._layer_dtype)
-            held.meet(who)
-        with held.back():
-            self._probe(module)
-        held.meet(who)
-        ready = self._ready(module)
-        if frozen:
-            FROZEN.add(ready)
-        return ready
-
-    def _build(self, model: Model) -> tuple[Any, Callable[[str], Tensor]]:
-        """A model in this process, and what reads its parameters that take no memory yet."""
         master = torch.float64 if model.dtype == "float64" else torch.float32
-        unread = None if self._peers.alone else lora.unread(model, dtype=master)
-        if unread is not None:
-            return unread.module, lambda name: unread.read(weight_name(name))
-        module = lora.build(model, dtype=master)
-        return module.to(self.device) if self._peers.alone else module, _nothing
+        first, unread, module = self._peers.rank == 0, None, None
+        with held.back(), nullcontext() if first else suppress(Exception):  # what another lacks, the first one sends
+            unread = (source or self.source)(model, dtype=master)
+        with held.back():
+            if first and held.error is None:
+                module = lora.build(model, dtype=master) if unread is None else unread.module
+                self._probe(module)
+        if unread is not None and frozen:
+            unread.module.requires_grad_(False)
+        digests = held.meet(who, None if unread is None else unread.alike())
+        with waiting(f"loading the weights of {loading.called(model)}") as far:
+            if unread is not None and set(digests) == {digests[0]}:
+                made = sharding.empty(unread.module, self._peers, self._home)
+                with held.back():
+                    sharding.filled(made, unread, far)
+            elif self._peers.alone:
+                assert module is not None
+                made = module.to(self.device)
+            else:
+                read = _nothing if unread is None else unread.read
+                made = sharding.scattered(module, read, held, self._home)
+        held.meet(who)
+        ready = self._ready(made.requires_grad_(False) if frozen else made)
+        return self._frozen(ready) if frozen else ready
+
+    def _frozen(self, module: nn.Module) -> nn.Module:
+        """Keep weights in the dtype to which a forward rounds them anyway; it computes the same to the bit."""
+        if self._low is not None and not lora.layers(module):
+            low, weights = self._low, {id(x) for x in module.parameters()}
+            module._apply(lambda x: x.to(low) if id(x) in weights else x)
+        FROZEN.add(module)
+        return module
 
     def _probe(self, module: Any) -> None:
-        """Refuse a model whose numbers this engine would not compute; a collective. What is alike is probed once."""
+        """Refuse a model whose numbers this engine would not compute. What is alike is probed once."""
         kind = type(module).__name__, module.config.to_json_string()
-        if kind in self._probed:
-            return
-        probe.check_positions(module)
-
-        def check() -> None:
-            if self.model.head == "lm":
-                probe.check_head(module)
-            if self.packing is not None:
-                probe.check_packing(module, self.packing)
-
-        sharded_in_bfloat16 = self._layer_dtype is not None and not self._peers.alone
-        with sharding.reset_after(module), self._autocast(sharded_in_bfloat16):
-            sharding.run(module, check)
-        self._probed.add(kind)
+        if kind not in self._probed:
+            probe.check(module, self.packing, head=self.model.head == "lm")
+            self._probed.add(kind)
 
     def _ready(self, module: Any) -> nn.Module:
         if self.packing is not None:
             module.set_attn_implementation(attention.register_attention())
+        if self._low is not None and self._peers.alone:
+            rounding.round_layers(module, self._low)
         if self.checkpointing:
             # In versions of transformers with the new name, the old one warns
             enable = getattr(module, "activation_checkpointing_enable", module.gradient_checkpointing_enable)
             enable(options_of(self.checkpointing))
         if self.compile:
-            module.base_model.compile(dynamic=True)
+            for layer in rounding.layers(module):
+                layer.compile(dynamic=True)
         ready: nn.Module = module
         return ready
 
     @property
-    def _layer_dtype(self) -> torch.dtype | None:
-        """The dtype in which layers are gathered; autocast rounds their matrices to it anyway."""
+    def _low(self) -> torch.dtype | None:
+        """The dtype in which it computes, where that is not the weights' own."""
         return torch.bfloat16 if self.model.dtype == "bfloat16" else None
 
-    def save(self, state: TorchState, params: TorchParams, folder: Path) -> Saved:
-        """Write module and optimizer."""
-        return self._write(folder, params, state.optimizer, state.step)
+    @property
+    def _home(self) -> sharding.Home:
+        return sharding.Home(self.device, self._low, bool(self.offload))
 
-    def restore(self, folder: Path, record: Mapping[str, Any]) -> TorchState:
+    def save(self, state: TorchState, params: TorchParams) -> ToSave:
+        """Module and optimizer."""
+        return self._to_save(params, state.optimizer, state.step)
+
+    def restore(self, folder: Folder, record: Mapping[str, Any]) -> TorchState:
         """Read files of `save`, which any number of processes wrote."""
-        state = self.init()  # the optimizer's settings come from the configuration
+        # The optimizer's settings come from the configuration, and a base that was not saved from its own files
+        module = self._make(self.model, source=None if record["base"] else lora.unfilled)
+        state = TorchState(module, optimizing.made(self.optimizer, module), 0)
         storage.check_optimizer(record, optimizing.kind(self.optimizer, state.optimizer))
         self._read(folder, state.module, state.optimizer, record["base"])
         return state._replace(step=record["step"])
 
-    def save_params(self, params: TorchParams, folder: Path) -> Saved:
-        """Write the module."""
-        return self._write(folder, params, None, 0)
+    def save_params(self, params: TorchParams) -> ToSave:
+        """The module."""
+        return self._to_save(params, None, 0)
 
-    def restore_params(self, folder: Path, record: Mapping[str, Any]) -> nn.Module:
+    def restore_params(self, folder: Folder, record: Mapping[str, Any]) -> nn.Module:
         """Read files of `save_params`."""
-        module = self._make(self.model if record["lora"] else attrs.evolve(self.model, lora=None), frozen=True)
+        model = self.model if record["lora"] else attrs.evolve(self.model, lora=None)
+        module = self._make(model, frozen=True, source=None if record["base"] else lora.unfilled)
         self._read(folder, module, None, record["base"])
         return module
 
-    def _write(self, folder: Path, params: TorchParams, optimizer: TorchOptimizer | None, step: int) -> Saved:
+    def _to_save(self, params: TorchParams, optimizer: TorchOptimizer | None, step: int) -> ToSave:
         module, adapter = params_of(params), isinstance(params, Adapter)
 
         spoken = partial(sharding.spoken, self._peers)
         pieces = partial(stored.pieces, module, optimizer, spoken, lora.trained if adapter else None)
-        written = storage.write(folder, pieces, self._peers)
+        files = storage.to_save(pieces, self._peers)
         base = lora.signature(module, sharding.whole) if adapter else None
         record: dict[str, Any] = {"step": step, "lora": bool(lora.layers(module)), "base": base}
         if optimizer is not None:
             record |= storage.written_by(optimizing.kind(self.optimizer, optimizer))
-        return Saved(written, record)
+        return ToSave(files, record)
 
     def _read(
         self,
-        folder: Path,
+        folder: Folder,
         module: nn.Module,
         optimizer: TorchOptimizer | None,
         base: Mapping[str, float] | None,

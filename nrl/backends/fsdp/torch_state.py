@@ -1,19 +1,15 @@
 """What the torch engine keeps on a mesh: models, models in training, and adapters alone."""
 
+from collections.abc import Callable
 from typing import NamedTuple
-from weakref import WeakSet
 
-import torch
 from torch import Tensor, nn
 
 from nrl.backends.fsdp.optimizing import TorchOptimizer
 from nrl.backends.training.adapters import Adapter
-from nrl.runtime.mesh.current_process import rest, wake
+from nrl.runtime.mesh.resting import rest, to_host, wake
 
-__all__ = ["FROZEN", "TorchParams", "TorchState"]
-
-FROZEN: WeakSet[nn.Module] = WeakSet()
-"""Frozen models of this process: they leave the device when a model trains, and come back for their next forward."""
+__all__ = ["TorchParams", "TorchState"]
 
 
 class TorchState(NamedTuple):
@@ -24,19 +20,20 @@ class TorchState(NamedTuple):
     step: int
 
     def rest(self) -> None:
-        """Move model and moments off the device; see `nrl.runtime.mesh.current_process.Rests`."""
-        rest(self.module)
-        self._move_moments(torch.device("cpu"))
+        """Move model and moments off the device; see `nrl.runtime.mesh.resting.Rests`."""
+        self._move_moments(to_host(self.optimizer))
+        rest(self.module)  # which waits for all copies
 
     def wake(self) -> None:
         """Move them back."""
         wake(self.module)
-        self._move_moments(next(self.module.parameters()).device)
+        device = next(self.module.parameters()).device
+        self._move_moments(lambda x: x.to(device, non_blocking=True))
 
-    def _move_moments(self, device: torch.device) -> None:
+    def _move_moments(self, move: Callable[[Tensor], Tensor]) -> None:
         for moments in self.optimizer.state.values():
             # Single numbers stay: where they have to be is up to the optimizer
-            moments |= {key: x.to(device) for key, x in moments.items() if isinstance(x, Tensor) and x.ndim}
+            moments |= {key: move(x) for key, x in moments.items() if isinstance(x, Tensor) and x.ndim}
 
 
 type TorchParams = nn.Module | Adapter[nn.Module]

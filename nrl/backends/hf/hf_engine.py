@@ -14,7 +14,7 @@ from nrl.backends.models import lora
 from nrl.backends.models.loading import context_length, end_tokens, load_tokenizer
 from nrl.backends.models.pieces import Filling, wholes
 from nrl.backends.models.splitting import in_files, parts
-from nrl.runtime.mesh.current_process import rest, wake
+from nrl.runtime.mesh.resting import rest, wake
 
 __all__ = ["HfEngine"]
 
@@ -28,13 +28,15 @@ class HfEngine:
         self.module = module.to("cuda" if torch.cuda.is_available() else "cpu")
         self.context_length = min(context_length(module), int(tokenizer.model_max_length))
         self.vocabulary = int(module.get_input_embeddings().num_embeddings)
+        kept = {each.dtype for each in module.parameters() if each.ndim > 1}
+        self.matrices = kept.pop() if len(kept) == 1 else None
         self.stops = end_tokens(getattr(module, "generation_config", None), tokenizer)
         self.filling: Filling | None = None
         prepare(module)
         self._recording = Recording(module) if routes else None
 
     def rest(self) -> None:
-        """Move the model off its device; see `nrl.runtime.mesh.current_process.Rests`."""
+        """Move the model off its device; see `nrl.runtime.mesh.resting.Rests`."""
         rest(self.module)
 
     def wake(self) -> None:

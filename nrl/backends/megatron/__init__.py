@@ -69,6 +69,11 @@ def trainer(
             f"{name}: found the optimizer '{optimizer.kind}' with {len(optimizer.groups)} groups; on Megatron there is "
             "'adamw' alone, without groups; use fsdp.trainer, or adamw(lr=...)"
         )
+    if optimizer.moments == "bfloat16":
+        raise ConfigError(
+            f"{name}: found moments='bfloat16'; on Megatron they are float32, as other ones need Transformer Engine; "
+            "use fsdp.trainer, or leave moments out"
+        )
     if checkpointing == "selective":
         options = {"recompute_granularity": "selective"} | options
     elif checkpointing:
@@ -79,7 +84,7 @@ def trainer(
             f"{name}: on the local cluster it runs in this process, where Megatron Core is not installed; install "
             "nrl[mcore], or take cluster=ray, which builds an environment with it"
         )
-    make_engine = partial(_make_engine, model, optimizer, packing, options, device, mesh.layout)
+    make_engine = partial(_make_engine, model, optimizer, packing, options, device, mesh.layout, mesh.cluster.remote)
     return make_trainer(
         mesh, make_engine, name=name, max_tokens=max_tokens, parts_of=microbatches_by_prefix, model=model
     )
@@ -92,17 +97,20 @@ def _make_engine(
     options: Mapping[str, Any],
     device: str | None,
     layout: Layout,
+    alone: bool,
 ) -> TrainEngine[Any, Any]:
-    """In a process of the mesh."""
+    """In a process of the mesh, which may be the mesh's alone."""
     import torch
 
     _quiet()
     from nrl.backends.megatron.megatron_engine import MegatronEngine
     from nrl.backends.megatron.options import options as sorted_options
     from nrl.backends.training.packed_attention import packing_on
-    from nrl.runtime import process
+    from nrl.runtime import process, segments
 
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if alone and where.type == "cuda":
+        segments.grow()
     here = process().device_mesh
     if here is None:  # this process stands for all
         layout = Layout()

@@ -9,7 +9,7 @@ from torch import Tensor
 from nrl.errors import ModelError
 from nrl.runtime.mesh.layout import Layout
 
-__all__ = ["Architecture", "ExpertNames", "architecture"]
+__all__ = ["Architecture", "ExpertNames", "architecture", "check_split"]
 
 
 class ExpertNames(NamedTuple):
@@ -99,13 +99,8 @@ def architecture(module: Any, layout: Layout) -> Architecture:
     _check(kind, config, module)
     family = _FAMILIES[kind]
     of_experts = {} if family.experts is None else _experts(kind, config)
-    for axes, size, name, count in (
-        ("tp", layout.tp, "num_key_value_heads", config.num_key_value_heads),
-        ("pp x vp", layout.pp * layout.vp, "num_hidden_layers", config.num_hidden_layers),
-        ("ep", layout.ep, "num_experts", of_experts.get("num_moe_experts", 1)),
-    ):
-        if count % size:
-            raise ModelError(f"megatron.trainer: {axes} = {size} does not divide {name}={count}; take another layout")
+    experts = of_experts.get("num_moe_experts", 1)
+    check_split(layout, groups=config.num_key_value_heads, layers=config.num_hidden_layers, experts=experts)
     heads = config.num_attention_heads
     fields = {
         "num_layers": config.num_hidden_layers,
@@ -126,6 +121,27 @@ def architecture(module: Any, layout: Layout) -> Architecture:
     frequencies = _rotary(module).inv_freq.detach().float()
     fields |= {**family.fields, **of_experts}
     return Architecture(fields, windows, frequencies, config.tie_word_embeddings, config.vocab_size, family.experts)
+
+
+def check_split(layout: Layout, *, groups: int, layers: int, experts: int) -> None:
+    """Check that a model can be split as a layout says.
+
+    Args:
+        layout: of all processes.
+        groups: heads of keys and values.
+        layers: of the model.
+        experts: of a layer; 1, where there are none.
+
+    Raises:
+        ModelError: an axis does not divide what it splits.
+    """
+    for axes, size, name, count in (
+        ("tp", layout.tp, "num_key_value_heads", groups),
+        ("pp x vp", layout.pp * layout.vp, "num_hidden_layers", layers),
+        ("ep", layout.ep, "num_experts", experts),
+    ):
+        if count % size:
+            raise ModelError(f"megatron.trainer: {axes} = {size} does not divide {name}={count}; take another layout")
 
 
 def _experts(kind: str, config: Any) -> dict[str, Any]:

@@ -17,12 +17,13 @@ from nrl.backends.models import loading, lora, splitting
 from nrl.backends.models.exporting import export_weights
 from nrl.backends.models.named_weights import named_tensors
 from nrl.backends.models.pieces import nothing, wholes
+from nrl.backends.to_save import ToSave
 from nrl.backends.training import storage
 from nrl.backends.training.adapters import Adapter, params_of
 from nrl.backends.training.reading import written_whole
-from nrl.files import Saved
+from nrl.files import Folder
 
-__all__ = ["export", "fillable", "read", "restore", "save", "skeleton"]
+__all__ = ["export", "fillable", "read", "restore", "skeleton", "to_save"]
 
 type _Stages = Sequence[Any]
 
@@ -36,12 +37,14 @@ def skeleton(model: Model) -> Any:
     return lora.skeleton(model, dtype=getattr(torch, model.dtype))
 
 
-def read(model: Model) -> loading.Unread:
+def read(model: Model) -> tuple[Any, Callable[[str], Tensor]]:
     """A transformers model with its adapter, and what reads the weights of it that take no memory yet."""
     dtype = getattr(torch, model.dtype)
     if model.lora is not None:
         dtype = torch.promote_types(dtype, torch.float32)  # so that A is drawn as elsewhere
-    return lora.unread(model, dtype=dtype) or loading.Unread(lora.build(model, dtype=dtype), _nothing)
+    if (found := lora.unread(model, dtype=dtype)) is not None:
+        return found.module, found.read
+    return lora.build(model, dtype=dtype), _nothing
 
 
 def _nothing(name: str) -> Tensor:
@@ -71,31 +74,26 @@ def fillable(
     return {name: mine.get(name) or [nothing(like)] for name, like in _in_files(module).items() if wanted(name)}
 
 
-def save(
-    folder: Path,
-    params: _Stages | Adapter[_Stages],
-    pieces: Callable[..., Iterator[Piece]],
-    step: int,
-    at: Groups,
-) -> Saved:
-    """Write what this process speaks for, of an adapter without its base; a collective.
+def to_save(
+    params: _Stages | Adapter[_Stages], pieces: Callable[..., Iterator[Piece]], step: int, at: Groups
+) -> ToSave:
+    """What this process speaks for, of an adapter without its base; a collective.
 
     Args:
-        folder: for the files.
         params: what is saved.
         pieces: called with ``wanted=``, which the names of weights have to be.
         step: for the record.
         at: the groups.
     """
     stages, alone = params_of(params), isinstance(params, Adapter)
-    written = storage.write(folder, partial(pieces, wanted=lora.trained if alone else _every), at.peers)
+    files = storage.to_save(partial(pieces, wanted=lora.trained if alone else _every), at.peers)
     model = stages[0].model
     base = adapters.signature(stages, skeleton(model), at) if alone else None
-    return Saved(written, {"step": step, "lora": model.lora is not None, "base": base})
+    return ToSave(files, {"step": step, "lora": model.lora is not None, "base": base})
 
 
 def restore(
-    folder: Path,
+    folder: Folder,
     stages: _Stages,
     pieces: Callable[..., Iterator[Piece]],
     record: Mapping[str, Any],
@@ -107,7 +105,7 @@ def restore(
         folder: with the files.
         stages: that are filled.
         pieces: called with the names that are there and ``wanted=``; gives what is filled.
-        record: of `save`.
+        record: of `to_save`.
         at: the groups.
 
     Raises:

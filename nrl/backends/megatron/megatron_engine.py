@@ -30,6 +30,7 @@ from nrl.backends.megatron.weights import joined, own, spoken
 from nrl.backends.models import lora, splitting
 from nrl.backends.models.named_weights import named_tensors
 from nrl.backends.models.pieces import Filling, whole
+from nrl.backends.to_save import ToSave
 from nrl.backends.training import storage
 from nrl.backends.training.adapters import Adapter, params_of
 from nrl.backends.training.agreement import HeldError
@@ -37,13 +38,14 @@ from nrl.backends.training.balance import balance
 from nrl.backends.training.curiosity import Curious
 from nrl.backends.training.heads import PROVIDES
 from nrl.backends.training.optimizers import Optimizer, set_learning_rate
-from nrl.backends.training.plans import Outputs, Plan, plan, read_by, with_outputs
+from nrl.backends.training.plans import Outputs, Plan, left_out_of, plan, read_by, with_outputs
 from nrl.backends.training.routes import where_routed
 from nrl.backends.training.step_sums import IDLE, StepSums, check_norm, evened, step_metrics
+from nrl.backends.training.transfers import to_device
 from nrl.batch import Batch
 from nrl.batch.packed_rows import Packing
 from nrl.errors import ConfigError
-from nrl.files import Saved
+from nrl.files import Folder
 from nrl.reduce import Metrics
 from nrl.runtime.mesh.layout import Layout
 
@@ -220,9 +222,8 @@ class MegatronEngine:
                 read += len(work.source)
                 whole = {key: self._gathered(out.scatter(x.detach())) for key, x in out.values.items()}
                 with held.back():
-                    others = with_outputs(batch, self.model.head) & ~wanted(batch)
-                    left_out = torch.nonzero(others.flatten())[:, 0].to(self.device)
-                    gradients = sums.add(whole, batch.to(self.device), left_out)
+                    left_out = left_out_of(batch, wanted(batch), self.model.head)
+                    gradients = sums.add(whole, *to_device((batch, left_out), self.device))
             return _slope(out, gradients)
 
         of.passes(state.copies, cut, slope, self._at, backward=True)
@@ -308,12 +309,12 @@ class MegatronEngine:
 
     # --- folders
 
-    def save(self, state: MegatronState, params: _Params, folder: Path) -> Saved:
-        """Write stages and optimizer."""
+    def save(self, state: MegatronState, params: _Params) -> ToSave:
+        """Stages and optimizer."""
         pieces = partial(stored.of_training, state.copies, state.optimizer, self._at, spoken=True)
-        return folders.save(folder, params, pieces, state.step, self._at)
+        return folders.to_save(params, pieces, state.step, self._at)
 
-    def restore(self, folder: Path, record: Mapping[str, Any]) -> MegatronState:
+    def restore(self, folder: Folder, record: Mapping[str, Any]) -> MegatronState:
         """Read files of `save`, which any number of processes wrote, of this engine or another one."""
         storage.check_optimizer(record, self.optimizer.kind)
         copies, optimizer, _ = state = self.init()  # the optimizer's settings come from the configuration
@@ -328,12 +329,12 @@ class MegatronEngine:
             stored.updated(copies, optimizer)
         return state._replace(step=record["step"])
 
-    def save_params(self, params: _Params, folder: Path) -> Saved:
-        """Write stages."""
+    def save_params(self, params: _Params) -> ToSave:
+        """Stages."""
         pieces = partial(stored.of_model, spoken(params_of(params), self._at))
-        return folders.save(folder, params, pieces, 0, self._at)
+        return folders.to_save(params, pieces, 0, self._at)
 
-    def restore_params(self, folder: Path, record: Mapping[str, Any]) -> of.Stages:
+    def restore_params(self, folder: Folder, record: Mapping[str, Any]) -> of.Stages:
         """Read files of `save_params`."""
         model = self.model if record["lora"] else attrs.evolve(self.model, lora=None)
         stages = _frozen(self._loaded(model, "trainer.restore"))

@@ -21,6 +21,7 @@ from nrl.backends.megatron.layers import PackedGPT, Rows, block
 from nrl.backends.megatron.tokens import Tokens
 from nrl.backends.training.heads import numbers, predictions
 from nrl.backends.training.plans import Outputs, Plan
+from nrl.backends.training.transfers import to_device
 from nrl.backends.training.vocabulary import VocabularyShard
 from nrl.runtime.mesh.layout import Layout
 
@@ -241,8 +242,9 @@ def outputs(
         weight = stage.output_layer.weight if weight is None else weight
         first = at.tp * len(weight)
         shard = VocabularyShard(first, len(weight), tp) if at.layout.tp > 1 else None
-        targets = {name: x[part.read] for name, x in work.targets.items()}
-        temperature = None if work.temperature is None else work.temperature[part.read].to(hidden.device)
+        temperature = None if work.temperature is None else work.temperature[part.read]
+        here = {name: x[part.read] for name, x in work.targets.items()}, temperature
+        targets, temperature = to_device(here, hidden.device)
         known = weight[: max(0, stage.words - first)]
         values = predictions(hidden, known, None, targets, temperature, needs, shard)
     return Outputs(values, work.source[part.read].to(hidden.device), work.shape)

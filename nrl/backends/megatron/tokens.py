@@ -7,6 +7,7 @@ from torch import Tensor
 
 from nrl.backends.training.packed_attention import OverRectangles, OverSequences, over
 from nrl.backends.training.plans import Plan
+from nrl.backends.training.transfers import to_device
 from nrl.batch.packed_rows import Block, Rectangles, Sequences
 
 __all__ = ["Tokens", "cut", "filled_up", "tokens"]
@@ -60,14 +61,15 @@ def tokens(work: Plan, least: int, multiple: int, count: int, rank: int, device:
     where[mine] = torch.arange(len(mine))
     places = where[work.places]
     read = torch.nonzero(places >= 0)[:, 0]
-    ids, positions = (x[mine].to(device)[None] for x in (ids, positions))
+    ids, positions = (x[mine][None] for x in (ids, positions))
     routes = work.routes
     if routes is not None:
         any_legal = torch.arange(routes.shape[2], dtype=routes.dtype).expand(missing, *routes.shape[1:])
         routes = torch.cat([routes, any_legal])[mine]
     own = places[read]
     reads = torch.bincount(own, minlength=len(mine))  # here, since on a GPU it would wait
-    return Tokens(ids, positions, over(rows, device), own.to(device), read, reads.to(device), routes)
+    ids, positions, rows, own, reads = to_device((ids, positions, rows, own, reads), device)
+    return Tokens(ids, positions, over(rows), own, read, reads, routes)
 
 
 def filled_up(rows: Rectangles | Sequences, missing: int) -> Rectangles | Sequences:

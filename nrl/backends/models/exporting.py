@@ -1,22 +1,46 @@
 """Writing a model in Hugging Face format from weights that come one at a time, so that nobody holds all of them."""
 
 import json
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from nrl.backends.base import Model
 from nrl.backends.models import pieces, safetensors, splitting
-from nrl.backends.models.loading import save_model
+from nrl.backends.models.loading import save_model, skeleton
 from nrl.backends.models.named_weights import check_arrived, named_tensors
 from nrl.log import waiting
 
-__all__ = ["export_weights"]
+__all__ = ["export_described", "export_weights"]
 
 _FILE, _INDEX, _LARGEST = "model{suffix}.safetensors", "model.safetensors.index.json", "50GB"  # transformers' own
+
+
+def export_described(
+    weights: Iterable[tuple[str, Tensor]], described: Path, head: Any, dtype: torch.dtype, folder: Path
+) -> None:
+    """As `export_weights`, of a model whose config and tokenizer are in a folder: `describing.description` made them.
+
+    Args:
+        weights: of the model, whole; tied ones once.
+        described: the folder of its config, its generation config and its tokenizer.
+        head: of the model, as `Model` has it.
+        dtype: that files get.
+        folder: where to.
+
+    Raises:
+        ModelError: a weight did not come.
+    """
+    export_weights(weights, skeleton(Model(str(described), head=head), dtype=dtype), folder)
+    for each in described.iterdir():  # the tokenizer; configs have been written with the weights
+        if each.name not in ("config.json", "generation_config.json"):
+            shutil.copyfile(each, folder / each.name)
 
 
 def export_weights(weights: Iterable[tuple[str, Tensor]], skeleton: nn.Module, folder: Path) -> None:

@@ -4,32 +4,32 @@ Imports transformers inside its functions, so that importing a backend stays che
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nrl.backends.base import Model
-from nrl.backends.models import splitting
-from nrl.backends.models.named_weights import SCORE, a_few, is_head, is_score
+from nrl.backends.models.named_weights import SCORE, a_few, is_score
 from nrl.errors import ModelError
 from nrl.log import waiting
 
 __all__ = [
-    "Unread",
     "build",
+    "called",
     "context_length",
+    "dropout_off",
     "end_tokens",
     "files",
+    "finished",
+    "from_config",
     "load_config",
     "load_configs",
     "load_tokenizer",
     "save_model",
     "skeleton",
-    "unread",
 ]
 
 _TOKENIZERS = ("tokenizer*", "vocab*", "*.model")
@@ -58,13 +58,9 @@ def build(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
     auto, labels, wanted = _kind(model)
     try:
         if isinstance(model.source, Mapping):
-            import transformers
-
-            fields = dict(model.source) | labels
-            config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(model.seed)
-                module = auto.from_config(config, dtype=torch.float32)
+                module = from_config(model)
             for parameter in module.parameters():  # not buffers: rotary frequencies stay exact
                 parameter.data = parameter.data.to(dtype)
             missing = {name for name in module.state_dict() if is_score(name)}
@@ -81,13 +77,11 @@ def build(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
             if others := set(info["missing_keys"]) - missing:  # transformers has filled them at random, and warned
                 raise ValueError(f"its files lack the weights {a_few(sorted(others))}")
     except Exception as error:  # transformers, and libraries that it reads files with, raise all kinds
-        raise ModelError(f"Model(source={_name(model)}): {_reason(model.source, error, wanted)}") from error
-    if model.head != "lm":
-        _check_score(module)
-        for name, parameter in module.named_parameters():
-            if name in missing:
-                nn.init.zeros_(parameter)
-    return _finished(module)
+        raise ModelError(f"Model(source={called(model)}): {_reason(model.source, error, wanted)}") from error
+    for name, parameter in module.named_parameters():
+        if name in missing:
+            nn.init.zeros_(parameter)
+    return finished(module, model)
 
 
 def _kind(model: Model) -> tuple[Any, dict[str, int], str]:
@@ -98,29 +92,41 @@ def _kind(model: Model) -> tuple[Any, dict[str, int], str]:
     return getattr(transformers, kind), {} if model.head == "lm" else {"num_labels": 1}, wanted
 
 
-def _finished(module: Any) -> nn.Module:
-    """Without dropout, and with experts that compute in any dtype: torch has no grouped products in float64."""
+def from_config(model: Model) -> Any:
+    """The model of a config as transformers makes it, in float32; it draws from torch's own generator.
+
+    Raises:
+        Exception: of any kind, from transformers.
+    """
+    import transformers
+
+    auto, labels, _ = _kind(model)
+    fields = dict(model.source) | labels  # type: ignore[arg-type]
+    config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+    return auto.from_config(config, dtype=torch.float32)
+
+
+def finished(module: Any, model: Model) -> nn.Module:
+    """Without dropout, and with experts that compute in any dtype: torch has no grouped products in float64.
+
+    Raises:
+        ModelError: it has no such head.
+    """
+    if model.head != "lm":
+        _check_score(module)
     if module.dtype == torch.float64 and hasattr(module, "set_experts_implementation"):
         module.set_experts_implementation("eager")
+    return dropout_off(module)
+
+
+def dropout_off(module: nn.Module) -> nn.Module:
+    """Let a model compute the same in training as else."""
     for part in module.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
         if isinstance(getattr(part, "attention_dropout", None), float):
-            part.attention_dropout = 0.0
-    found: nn.Module = module
-    return found
-
-
-class Unread(NamedTuple):
-    """A model whose weights are still in its files.
-
-    Args:
-        module: the model, whose parameters take no memory.
-        read: reads a weight by the name that it has in the model, in the dtype that files have.
-    """
-
-    module: nn.Module
-    read: Callable[[str], Tensor]
+            part.attention_dropout = 0.0  # type: ignore[assignment]
+    return module
 
 
 def files(model: Model) -> Path | None:
@@ -186,54 +192,8 @@ def skeleton(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
         if folder is not None and module.can_generate() and (folder / "generation_config.json").is_file():
             module.generation_config = GenerationConfig.from_pretrained(folder)
     except Exception as error:  # transformers raises all kinds
-        raise ModelError(f"Model(source={_name(model)}): {_reason(model.source, error, wanted)}") from error
-    if model.head != "lm":
-        _check_score(module)
-    return _finished(module)
-
-
-def unread(model: Model, *, dtype: torch.dtype | None = None) -> Unread | None:
-    """As `build`, of files that have the weights of which the model's are made, without reading them.
-
-    None: only `build` can read it, as where transformers cuts a weight of files, or there are no safetensors files.
-
-    >>> from nrl import tiny
-    >>> unread(tiny.model()) is None  # its weights are random
-    True
-    """
-    from safetensors import safe_open
-
-    there: dict[str, tuple[Path, list[int]]] = {}
-    try:
-        if (folder := files(model)) is None:
-            return None
-        for path in sorted(folder.glob("model*.safetensors")):
-            with safe_open(path, "pt") as file:
-                there |= {name: (path, file.get_slice(name).get_shape()) for name in file.keys()}
-        module: Any = skeleton(model, dtype=dtype)
-    except Exception:  # of all kinds, and `build` says what is wrong
-        return None
-    own: dict[str, Tensor] = dict(module.state_dict(keep_vars=True))
-    if all(name in own or is_head(name) for name in there):
-        module._weight_conversions = []  # files have the model's own form; so transformers remembers what it turned
-    parts = splitting.parts(module)
-    shapes = {part.name: list(part.shape) for each in parts.values() for part in each}
-    names = {id(own[name]): name for name, each in parts.items() if all(part.name in there for part in each)}
-    lacks = [name for name, tensor in own.items() if id(tensor) not in names and not is_score(name)]
-    others = [name for name in there if name not in shapes and not is_head(name)]
-    odd = [name for name in shapes if name in there and there[name][1] != shapes[name]]
-    if lacks or others or odd or dict(module.named_buffers()).keys() & own.keys():
-        return None
-
-    def read(name: str) -> Tensor:
-        found = names.get(id(own[name]))
-        if found is None:
-            return torch.zeros(own[name].shape)
-        with contextlib.ExitStack() as stack:  # as long as a file is open, all that was read stays mapped
-            opened = functools.cache(lambda path: stack.enter_context(safe_open(path, "pt")))
-            return splitting.joined(parts[found], lambda each: opened(there[each][0]).get_tensor(each))
-
-    return Unread(module, read)
+        raise ModelError(f"Model(source={called(model)}): {_reason(model.source, error, wanted)}") from error
+    return finished(module, model)
 
 
 _KINDS = {
@@ -266,7 +226,8 @@ def _quiet(wanted: bool) -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def _name(model: Model) -> str:
+def called(model: Model) -> str:
+    """What messages call a model."""
     return f"a {model.source['model_type']} config" if isinstance(model.source, Mapping) else repr(model.source)
 
 
@@ -356,7 +317,7 @@ def load_configs(model: Model) -> tuple[Any, Any]:
             generation = transformers.GenerationConfig.from_model_config(config)
     except Exception as error:  # transformers, and libraries that it reads files with, raise all kinds
         raise ModelError(
-            f"Model(source={_name(model)}): {_reason(model.source, error, 'causal language model')}"
+            f"Model(source={called(model)}): {_reason(model.source, error, 'causal language model')}"
         ) from error
     return config, generation
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from nrl.backends.base import Bucket, Model, Piece
-from nrl.backends.models import loading, named_weights, pieces
+from nrl.backends.models import loading, named_weights, pieces, streaming
 from nrl.errors import ModelError
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "skeleton",
     "some",
     "trained",
+    "unfilled",
     "unread",
     "unwrap",
 ]
@@ -90,16 +91,16 @@ def build(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
     return _adapted(loading.build(model, dtype=dtype), model)
 
 
-def unread(model: Model, *, dtype: torch.dtype | None = None) -> loading.Unread | None:
-    """As `build`, with a base whose weights are still in its files; see `nrl.backends.models.loading.unread`.
+def unread(model: Model, *, dtype: torch.dtype | None = None) -> streaming.Unread | None:
+    """As `build`, with a base whose weights are still to be read; see `nrl.backends.models.streaming.unread`.
 
     A value or reward head is read where an adapter's folder has one, too, which replaces it.
     """
-    found = loading.unread(model, dtype=dtype)
+    found = streaming.unread(model, dtype=dtype)
     if found is not None:
         head: Any = found.module.score if isinstance(model.lora, str) and model.head != "lm" else nn.Identity()
-        for name, weight in list(head.named_parameters()):
-            setattr(head, name, nn.Parameter(found.read(f"{named_weights.SCORE}.{name}").to(weight.dtype)))
+        for name, _ in list(head.named_parameters()):
+            setattr(head, name, nn.Parameter(found.read(f"{named_weights.SCORE}.{name}")))
         linear = [part for part in found.module.modules() if isinstance(part, nn.Linear)]
         unread = {part: part.weight for part in linear if part.weight.is_meta}
         for part, weight in unread.items():  # peft makes an adapter where its layer is: there, and without memory
@@ -108,6 +109,11 @@ def unread(model: Model, *, dtype: torch.dtype | None = None) -> loading.Unread 
         for part, weight in unread.items():
             part.weight = weight.requires_grad_(part.weight.requires_grad)
     return found
+
+
+def unfilled(model: Model, *, dtype: torch.dtype | None = None) -> streaming.Unread:
+    """As `unread`, of a model whose weights nobody reads: they come from elsewhere, or do not matter."""
+    return streaming.emptied(skeleton(model, dtype=dtype))
 
 
 def _adapted(module: nn.Module, model: Model) -> nn.Module:

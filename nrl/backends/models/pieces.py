@@ -6,6 +6,7 @@ whoever receives them may have cut the weights in different ways.
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
+import attrs
 import numpy as np
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from nrl.backends.base import Piece
 from nrl.backends.models.named_weights import a_few, check_arrived, check_weight, is_head, is_score
 from nrl.errors import ModelError
 
-__all__ = ["Filling", "Joining", "apart", "common", "fill", "nothing", "whole", "wholes"]
+__all__ = ["Filling", "Joining", "apart", "common", "fill", "nothing", "rounded", "whole", "wholes"]
 
 type _Index = tuple[slice, ...]
 
@@ -31,6 +32,16 @@ def whole(name: str, tensor: Tensor) -> Piece:
 def nothing(piece: Piece) -> Piece:
     """An empty piece of the same weight."""
     return Piece(piece.name, piece.shape, tuple(slice(0, 0) for _ in piece.shape), piece.tensor.new_empty(0))
+
+
+def rounded(piece: Piece, dtype: torch.dtype) -> Piece:
+    """The piece in a dtype, if it is of a matrix; vectors are few, and models keep some of them as they are.
+
+    >>> rounded(whole("w", torch.ones(2, 2)), torch.bfloat16).tensor.dtype
+    torch.bfloat16
+    """
+    matrix = len(piece.shape) > 1 and piece.tensor.is_floating_point()
+    return attrs.evolve(piece, tensor=piece.tensor.detach().to(dtype)) if matrix else piece
 
 
 def apart(blocks: Collection[_Index]) -> bool:

@@ -1,20 +1,23 @@
 """The format of safetensors files, for tensors that are written one at a time.
 
-The library's own writer needs all tensors of a file in memory.
+The library's own writer needs all tensors of a file in memory, and its reader has to have the file on a disk.
 """
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nrl.batch.raw import flat_bytes
+from nrl.files import Folder
 
-__all__ = ["DTYPES", "content", "header"]
+__all__ = ["DTYPES", "content", "header", "opened"]
 
 _DTYPES = {
     torch.float64: "F64",
@@ -58,3 +61,71 @@ def content(tensor: Tensor) -> memoryview:
     b'\\x01\\x00'
     """
     return memoryview(flat_bytes(tensor.detach().cpu()).numpy())
+
+
+@contextmanager
+def opened(path: Folder) -> Iterator[Any]:
+    """A file that gives parts of its tensors, as that of `safetensors.safe_open`; of one in a store no more is read.
+
+    Raises:
+        SafetensorError: it is no such file; of one in a store ValueError.
+    """
+    if isinstance(path, Path):
+        from safetensors import safe_open
+
+        with safe_open(path, "pt") as file:
+            yield file
+    else:
+        yield _InStore(path)
+
+
+class _InStore:
+    """A file in a store, of which tensors are read by ranges of its bytes."""
+
+    def __init__(self, path: Any) -> None:
+        self._path = path
+        size = int.from_bytes(self.read(0, 8), "little")
+        if size > path.stat().st_size:
+            raise ValueError("the length of its header is that of no header")
+        self._about: dict[str, Any] = json.loads(self.read(8, 8 + size))
+        self.begin = 8 + size
+
+    def read(self, begin: int, end: int) -> bytes:
+        found: bytes = self._path.fs.cat_file(self._path.path, start=begin, end=end)
+        if len(found) != end - begin:
+            raise ValueError(f"it ends within bytes {begin} to {end}")
+        return found
+
+    def metadata(self) -> Any:
+        return self._about["__metadata__"]
+
+    def get_slice(self, key: str) -> "_Slice":
+        return _Slice(self, self._about[key])
+
+
+class _Slice:
+    """A tensor in a store: rows, one after the other, are read at once, and columns cut out of them."""
+
+    def __init__(self, file: _InStore, about: Mapping[str, Any]) -> None:
+        self._file, self._about = file, about
+
+    def get_shape(self) -> list[int]:
+        return list(self._about["shape"])
+
+    def get_dtype(self) -> str:
+        return str(self._about["dtype"])
+
+    def __getitem__(self, index: Any) -> Tensor:
+        shape, (begin, end) = self.get_shape(), self._about["data_offsets"]
+        index = index if isinstance(index, tuple) else (index,)
+        if not shape:
+            rows, index = slice(0, 1), ()
+        else:
+            rows = slice(*index[0].indices(shape[0])[:2])
+        row = (end - begin) // max(1, shape[0] if shape else 1)
+        read = self._file.read(*(self._file.begin + begin + at * row for at in (rows.start, rows.stop)))
+        dtype = DTYPES[self.get_dtype()]
+        found = torch.frombuffer(bytearray(read), dtype=dtype) if read else torch.empty(0, dtype=dtype)
+        return found.view([rows.stop - rows.start, *shape[1:]] if shape else [])[
+            (slice(None), *index[1:])[: len(shape)]
+        ]

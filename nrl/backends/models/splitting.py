@@ -5,7 +5,7 @@ have a weight for each expert, and so have engines that read files. Pieces trave
 piece of a model's weight is cut into pieces of theirs. A block is a view: cutting and filling copy nothing.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -19,7 +19,7 @@ from nrl.backends.base import Piece
 from nrl.backends.models.named_weights import weights
 from nrl.backends.models.pieces import apart, common, nothing
 
-__all__ = ["Part", "Parts", "cut", "in_files", "joined", "parts"]
+__all__ = ["Part", "Parts", "cut", "in_files", "parts"]
 
 
 class Part(NamedTuple):
@@ -109,20 +109,6 @@ def in_files(own: Mapping[str, Piece], found: Parts) -> dict[str, Piece]:
         for name, piece in own.items()
         for part in found.get(name) or [_whole(name, piece.shape)]
     }
-
-
-def joined(parts: Sequence[Part], read: Callable[[str], Tensor]) -> Tensor:
-    """A model's weight, of those of files."""
-    if len(parts) == 1 and parts[0] == _whole(parts[0].name, parts[0].shape):
-        return read(parts[0].name)
-    sizes = [max(part.block[dim].stop for part in parts) for dim in range(len(parts[0].block))]
-    made: Tensor | None = None
-    for part in parts:
-        value = read(part.name)
-        made = value.new_empty(sizes) if made is None else made
-        _turned(made[part.block], part).copy_(value)
-    assert made is not None
-    return made
 
 
 def _whole(name: str, shape: Sequence[int]) -> Part:

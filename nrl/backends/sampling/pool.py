@@ -15,6 +15,8 @@ from concurrent import futures
 from contextlib import contextmanager
 from typing import cast
 
+import attrs
+
 from nrl.backends.base import Bucket, Chunks, Completion, Model, Sampling
 from nrl.backends.engines import Request, SampleEngine
 from nrl.backends.models.loading import load_tokenizer
@@ -24,7 +26,8 @@ from nrl.backends.sampling.routing import Router
 from nrl.backends.sampling.seat import Awaited, Seat, SeatState, Work
 from nrl.backends.sampling.weights import Weights, give, say
 from nrl.errors import ConsumedState, DeadlineExceeded, GenerationError, LostRequest, ModelError, WeightMismatch
-from nrl.runtime.mesh.futures import Future, gathered
+from nrl.log import waits
+from nrl.runtime.mesh.futures import Future, done, gathered
 from nrl.runtime.mesh.placement import Mesh
 
 __all__ = ["EnginePool", "StreamingEnginePool"]
@@ -82,7 +85,8 @@ class EnginePool:
         self._name, self._cluster = name, meshes[0].cluster
         self._changed = threading.Condition()  # guards the seats; every change of theirs notifies it
         self._seats = [Seat(mesh, name, make, self._changed) for mesh in meshes]
-        self.context_length, self._vocabulary = self._seats[0].about()
+        self.context_length, self._vocabulary, dtype = self._seats[0].about()
+        self.capabilities = attrs.evolve(self.capabilities, dtype=dtype)
         self._engines = [(seat, engine) for seat in self._seats for engine in range(seat.engines)]
         self._places = {each: place for place, each in enumerate(self._engines)}
         self._router, self._numbers = Router(len(self._engines)), itertools.count()
@@ -270,6 +274,11 @@ class EnginePool:
             self._place([*again, *waiting])
             self._changed.notify_all()
         self._work_where_wanted()
+        death, count = str(error).partition(" The last lines of its log:")[0], len(asked) + len(waiting)
+        waits.say(
+            f"{death} Its {count} requests are asked again, and mesh '{seat.mesh.name}' is started again in "
+            f"{seat.mesh.slots!r}"
+        )
         outcome = "it has been started again"
         try:
             seat.restart(_TIMES, lambda: self._renew(seat))
@@ -279,8 +288,8 @@ class EnginePool:
                 seat.lose(final)
                 self._place(seat.take_back()[1])
             self._work_where_wanted()
-        waits = seat.state != "lost" and not self._in("starting", "serving", "receiving")
-        more = f"The sampler's weights {self._broken}. " if self._broken else _WAITS if waits else ""
+        idle = seat.state != "lost" and not self._in("starting", "serving", "receiving")
+        more = f"The sampler's weights {self._broken}. " if self._broken else _WAITS if idle else ""
         say(
             f"{self._name}: an engine was lost, and {outcome}; {len(again)} requests were asked again, and "
             f"{len(asked) - len(again)} given up. {more}{error}"
@@ -307,8 +316,8 @@ class EnginePool:
     def _given_again(self, seat: Seat) -> bool:
         """Give a seat the current weights and check them; False: a step has consumed them."""
 
-        def complete(prompt: Sequence[int], sampling: Sampling) -> list[Completion]:
-            return seat.complete(Request(next(self._numbers), prompt, 0, sampling), self.version)
+        def complete(prompt: Sequence[int], sampling: Sampling) -> Future[list[Completion]]:
+            return done(seat.complete(Request(next(self._numbers), prompt, 0, sampling), self.version))
 
         if self._weights is None:
             return self.version == 0
@@ -316,7 +325,7 @@ class EnginePool:
             for death in give([seat], self._weights, self.version).values():
                 raise death
             if isinstance(self._weights, Weights):
-                self._weights.check(self, self.version, complete)
+                self._weights.check(self.version, complete)
         except ConsumedState:
             return False
         return True

@@ -27,6 +27,7 @@ from functools import partial
 from typing import Any, Literal
 
 import attrs
+import torch
 
 from nrl.backends.base import Completion
 from nrl.backends.engines import Decoded, Request, SampleEngine
@@ -34,7 +35,8 @@ from nrl.errors import FailedStart, LostActor, NrlError, PlacementError
 from nrl.runtime.executables.registry import Executable
 from nrl.runtime.mesh.calling import Each, call, from_first, method, only
 from nrl.runtime.mesh.futures import Future
-from nrl.runtime.mesh.placement import Mesh, Out, Results, Slots, as_mesh
+from nrl.runtime.mesh.placement import Mesh, Slots, as_mesh
+from nrl.runtime.mesh.processes import Out, Results
 from nrl.runtime.trace import timeline
 
 __all__ = ["Awaited", "Seat", "SeatState", "Work", "meshes"]
@@ -205,14 +207,16 @@ class Seat:
             ready: what else has to be done before they serve; they may die of that.
 
         Raises:
-            Exception: they died as often as that, or would do so again.
+            Exception: they died as often as that, or would do so again. Where something else keeps them from starting,
+                such as that their host is gone, its cause is the death; of a loss, since `nrl.retrying` looks for one.
         """
-        error = self.error
+        error = cause = self.error
         while True:
             assert error is not None
+            cause = error if isinstance(error, LostActor) else cause
             self._deaths += 1
             if isinstance(error, FailedStart) or self._deaths >= times:
-                raise error
+                raise error from (cause if cause is not error else None)
             try:
                 self.mesh = attrs.evolve(self.mesh)
                 self._unwanted = [[] for _ in range(self.engines)]
@@ -238,9 +242,9 @@ class Seat:
         self.mesh.processes.end(lost)
         return lost
 
-    def about(self) -> tuple[int, int]:
-        """The context length and the vocabulary."""
-        found: tuple[int, int] = from_first(self.mesh, self._name, _about, self._there)
+    def about(self) -> tuple[int, int, torch.dtype | None]:
+        """The context length, the vocabulary, and the dtype that matrices may come in."""
+        found: tuple[int, int, torch.dtype | None] = from_first(self.mesh, self._name, _about, self._there)
         return found
 
     def take(self) -> list[Work]:
@@ -324,8 +328,8 @@ class Seat:
         return reply
 
 
-def _about(engine: SampleEngine) -> tuple[int, int]:
-    return engine.context_length, engine.vocabulary
+def _about(engine: SampleEngine) -> tuple[int, int, torch.dtype | None]:
+    return engine.context_length, engine.vocabulary, getattr(engine, "matrices", None)
 
 
 def _stamped(answer: Decoded | Exception, version: int) -> Completion | Exception:

@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from nrl.backends.base import Bucket, Completion, Sampling
+from nrl.backends.base import Bucket, Completion, Sampling, top_k
 from nrl.backends.samplers import capabilities
 from nrl.backends.sampling.seat import Seat
 from nrl.backends.training.states import Params
@@ -20,7 +20,9 @@ from nrl.runtime.mesh.placement import Mesh
 
 __all__ = ["Weights", "give", "say"]
 
-_PROBE = 136, 4  # tokens of a prompt that fills a block of cached keys and values, and of its completion
+_LENGTH = 40  # tokens of a prompt that fills a block of cached keys and values
+_PLACES = 4  # in which it is cut off
+_K = 8  # the trainer's most probable tokens, among which an engine's is
 
 
 @attrs.frozen
@@ -29,62 +31,101 @@ class Weights:
 
     Args:
         params: of a trainer. When a step has consumed them, iterating raises `ConsumedState`.
+        sampler: that they are for.
         given: those of them that are given away: all, or the adapter alone.
     """
 
     params: Params
+    sampler: Any
     given: Params = attrs.field(default=attrs.Factory(lambda self: self.params, takes_self=True))
+    _expected: list[dict[str, Future[Tensor]]] = attrs.field(factory=list, init=False)
 
     def __iter__(self) -> Iterator[Future[Bucket]]:
-        return self.given.buckets("publish")
+        return self.given.buckets("publish", dtype=capabilities(self.sampler).dtype)
 
-    def to(self, meshes: Sequence[Mesh]) -> Iterable[Bucket | Future[Bucket]]:
-        """The same buckets, by the best way to these meshes; see `nrl.runtime.transfer`."""
-        return self.given.buckets("publish", meshes)
+    def to(self, meshes: Sequence[Mesh]) -> Iterator[Bucket | Future[Bucket]]:
+        """The same buckets, by the best way to these meshes; see `nrl.runtime.transfer`.
 
-    def check(
-        self, sampler: Any, version: int, complete: Callable[[Sequence[int], Sampling], Sequence[Completion]]
-    ) -> None:
-        """Let engines that have these weights complete a prompt, and compare log-probabilities with the trainer's.
+        The trainer computes what `check` compares with: now, where the engines are on its devices, since a turn of it
+        makes them rest, and they may not while they load; or else after the last bucket, while engines load. Where
+        engines have routes, `check` replays these, and nothing is computed beforehand.
+        """
+        here, can = self.params.handle.mesh.slots, capabilities(self.sampler)
+        beside = any(mesh.cluster is here.cluster and {*mesh.slots.indices} & {*here.indices} for mesh in meshes)
+        checked = can.tolerance is not None and can.routes is None
+        if checked and beside:
+            self._expect()
+        return self._buckets(meshes, checked)
+
+    def _buckets(self, meshes: Sequence[Mesh], checked: bool) -> Iterator[Bucket | Future[Bucket]]:
+        yield from self.given.buckets("publish", meshes, capabilities(self.sampler).dtype)
+        if checked:
+            self._expect()
+
+    def _expect(self) -> dict[str, Future[Tensor]]:
+        """The trainer's most probable tokens and their log-probabilities ``[1, T, k]``; asked for once."""
+        if not self._expected:
+            self._expected.append(self._forward([]))
+        return self._expected[0]
+
+    def _forward(self, routes: Sequence[Tensor]) -> dict[str, Future[Tensor]]:
+        """The same, in as many rows as there are engines with routes, which are replayed as in a step."""
+        prompt = _prompt(self.sampler)
+        ids = torch.tensor([[*prompt, 0]] * max(1, len(routes)))
+        columns = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if routes:
+            columns["routes"] = routes[0].new_full((*ids.shape, *routes[0].shape[1:]), -1)
+            columns["routes"][:, : len(prompt)] = torch.stack([*routes])
+        k = min(_K, len(self.sampler.tokenizer))
+        return self.params.trainer.forward(self.params, Batch(columns, batch_size=len(ids)).lock_(), [top_k(k)])
+
+    def check(self, version: int, complete: Callable[[Sequence[int], Sampling], Future[list[Completion]]]) -> None:
+        """Let engines that have these weights go on after a prompt, and compare log-probabilities with the trainer's.
+
+        Each engine draws its most probable token after some beginnings of the prompt. The trainer has the most probable
+        ones of each place; one that is not among them is less probable there than they are.
 
         Args:
-            sampler: of these engines.
             version: that completions have to bear.
-            complete: lets each engine complete a prompt, always the same one.
+            complete: lets each engine complete a prompt.
 
         Raises:
             WeightMismatch: an engine computes something else than the trainer does.
             ConsumedState: a step has consumed the params.
         """
-        tolerance = capabilities(sampler).tolerance
+        tolerance = capabilities(self.sampler).tolerance
         if tolerance is None:
             return
-        length = min(_PROBE[0], sampler.context_length - _PROBE[1])
-        prompt = [(31 * place + 7) % len(sampler.tokenizer) for place in range(length)]
-        found = complete(prompt, Sampling(temperature=0, max_new_tokens=_PROBE[1]))
-        rows = [torch.tensor([*prompt, *each.token_ids.tolist()]) for each in found]
-        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        mask = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
-        columns = {"input_ids": ids, "attention_mask": mask}
-        routes = [each.routes for each in found if each.routes is not None]
-        if routes:  # as a step replays them
-            short = torch.nn.utils.rnn.pad_sequence(routes, batch_first=True, padding_value=-1)
-            columns["routes"] = short.new_full((*ids.shape, *short.shape[2:]), -1)
-            columns["routes"][:, : short.shape[1]] = short
-        batch = Batch(columns, batch_size=[len(rows)]).lock_()
-        expected = self.params.trainer.logprobs(self.params, batch).result()[:, length:]
-        for place, (each, values) in enumerate(zip(found, expected, strict=True)):
-            trainers = values[: len(each.logprobs)]
-            apart = float((trainers - each.logprobs).abs().max())
-            if not apart <= tolerance or each.version != version:
+        prompt = _prompt(self.sampler)
+        places = [*range(max(1, len(prompt) - _PLACES + 1), len(prompt) + 1)]
+        one = Sampling(temperature=0, max_new_tokens=1)
+        asked = [complete(prompt[:place], one) for place in places]
+        engines = [*zip(*(each.result() for each in asked), strict=False)]  # one that dies meanwhile is checked later
+        routes = [row[-1].routes for row in engines if row[-1].routes is not None]
+        expected = self._forward(routes) if routes else self._expect()
+        ids, logprobs = (expected[name].result()[:, places] for name in ("top_k_ids", "top_k_logprobs"))
+        for number, row in enumerate(engines):
+            mine = number if routes else 0
+            tokens = torch.stack([each.token_ids[0] for each in row])
+            found = torch.stack([each.logprobs[0] for each in row])
+            same = ids[mine] == tokens[:, None]
+            least = logprobs[mine].min(-1).values
+            trainers = torch.where(same, logprobs[mine], 0).sum(-1).where(same.any(-1), torch.minimum(found, least))
+            apart = float((trainers - found).abs().max())
+            if not apart <= tolerance or any(each.version != version for each in row):
                 raise WeightMismatch(
-                    f"publish: with the weights of version {version}, engine {place} of {len(found)} that were asked "
-                    f"(at version {each.version}) gives the tokens {each.token_ids.tolist()} after a prompt of "
-                    f"{length} the log-probabilities {_rounded(each.logprobs)}, and the trainer {_rounded(trainers)}: "
-                    f"they are {apart:.2g} nats apart, and {tolerance:g} may be rounding. The engine holds "
-                    "other weights, or keys and values that were computed with older ones; what it samples cannot be "
-                    "trained on"
+                    f"publish: with the weights of version {version}, engine {number} of {len(engines)} that were "
+                    f"asked (at version {row[0].version}) gives the tokens {tokens.tolist()} after the first {places} "
+                    f"of a prompt the log-probabilities {_rounded(found)}, and the trainer at most "
+                    f"{_rounded(trainers)}: they are {apart:.2g} nats apart, and {tolerance:g} may be rounding. The "
+                    "engine holds other weights, or keys and values that were computed with older ones; what it "
+                    "samples cannot be trained on"
                 )
+
+
+def _prompt(sampler: Any) -> list[int]:
+    length = min(_LENGTH, sampler.context_length - 1)
+    return [(31 * place + 7) % len(sampler.tokenizer) for place in range(length)]
 
 
 def _rounded(x: Tensor) -> list[float]:
@@ -120,34 +161,41 @@ def _give(seats: Sequence[Seat], buckets: Iterable[Bucket | Future[Bucket]], ver
     dead: dict[Seat, Exception] = {}
     refused: list[Exception] = []
 
-    def note(seat: Seat, error: Exception, given: Any = None) -> None:
+    def note(seat: Seat, error: Exception, given: Any) -> None:
         its_own = not (isinstance(given, Coming) and given.failure() is error)  # else it is the trainer mesh's error
         if its_own and (death := seat.death(error)) is not None:
             dead[seat] = death
         else:
             refused.append(error)
 
-    def each(step: Literal["begin", "add", "end"], *given: Any) -> None:
-        """Call a step in all seats before waiting for any, and then wait for all of them."""
+    def ask(step: Literal["begin", "add", "end"], given: Any = None) -> list[tuple[Seat, Future[Any], Any]]:
+        """Call a step in all seats, without waiting for any."""
         called = []
-        for seat in seats:
-            if seat not in dead:
-                try:
-                    called.append((seat, seat.load_weights(step, *given)))
-                except Exception as error:
-                    note(seat, error, *given)
-        for seat, reply in called:
+        for seat in [seat for seat in seats if seat not in dead]:
+            try:
+                called.append((seat, seat.load_weights(step, *([] if given is None else [given])), given))
+            except Exception as error:
+                note(seat, error, given)
+        return called
+
+    def wait(called: list[tuple[Seat, Future[Any], Any]]) -> None:
+        for seat, reply, given in called:
             try:
                 reply.result()
             except Exception as error:
-                note(seat, error, *given)
+                note(seat, error, given)
         if refused:
             raise refused[0]
 
-    each("begin")
-    for bucket in buckets:
-        each("add", on_its_way(bucket))
-    each("end", version)
+    wait(ask("begin"))
+    loading = list[tuple[Seat, Future[Any], Any]]()
+    try:
+        for bucket in buckets:  # the trainer reads the next one while engines load this one
+            before, loading = loading, ask("add", on_its_way(bucket))
+            wait(before)
+    finally:
+        wait(loading)
+    wait(ask("end", version))
     return dead
 
 

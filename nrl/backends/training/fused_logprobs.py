@@ -15,15 +15,18 @@ from torch.autograd.function import once_differentiable
 from nrl.backends.training.vocabulary import VocabularyShard
 from nrl.errors import BatchError, ConfigError, ModelError
 
-__all__ = ["CHUNK_BYTES", "KEEP_BYTES", "linear_logprobs", "linear_top_k"]
+__all__ = ["CHUNK_BYTES", "KEEP_BYTES", "linear_logprobs", "linear_top_k", "of_device"]
 
 CHUNK_BYTES = 256 * 2**20
 """Size of one chunk's logits, in bytes of the accumulating dtype, where `linear_logprobs` chooses the chunk itself.
 
-A chunk needs two such matrices, and one more in the inputs' dtype where that is bfloat16. Every chunk passes once
-over the weight and its gradient's sum, so much smaller chunks are slower; larger ones hardly gain. (441 tokens at a
-vocabulary of 151,936; 745,654 at one of 90.)
+A chunk needs two such matrices, and in the backward one more in the inputs' dtype where that is bfloat16. Every chunk
+passes once over the weight and its gradient's sum, so much smaller chunks are slower; on a CPU larger ones hardly gain.
+(441 tokens at a vocabulary of 151,936; 745,654 at one of 90.) A GPU of 80 GB takes `_OF_DEVICE` of its memory instead.
 """
+
+_OF_DEVICE = 80
+"""The part of a GPU's memory that a chunk's logits may take is one in so many."""
 
 KEEP_BYTES = 64 * 2**20
 """Log-probabilities of all tokens and all words are kept for the backward where they are no larger than this.
@@ -56,8 +59,9 @@ def linear_logprobs(
     times vocabulary. Gradients of both results flow to `hidden`, `weight` and `bias`; there is no second derivative.
     An entropy without an incoming gradient costs nothing in the backward. Nothing waits for the device.
 
-    Logits are products in the inputs' dtype, everything after them is float32 (float64 for float64 inputs). The
-    weight's gradient is added up over chunks in that dtype and cast once.
+    Logits are products of numbers in the inputs' dtype. They are added up and kept in float32, and everything after
+    them is float32, too (float64 for float64 inputs). Rounded to bfloat16, logits would move log-probabilities by 0.03
+    nats. The weight's gradient is added up over chunks in that dtype and cast once.
 
     Args:
         hidden: ``[N, H]`` float32, bfloat16 or float64; N may be 0.
@@ -68,8 +72,9 @@ def linear_logprobs(
             to it. None: 1.
         bias: ``[V]``, of hidden's dtype. None: 0.
         entropy: whether to return the entropy.
-        chunk: the most tokens whose logits exist at once. None: as many as fit in `CHUNK_BYTES`. If one chunk holds all
-            tokens, and their log-probabilities fit in `KEEP_BYTES`, these are kept for the backward.
+        chunk: the most tokens whose logits exist at once. None: as many as fit in `CHUNK_BYTES`, or in a part of the
+            memory of a GPU. If one chunk holds all tokens, and their log-probabilities fit in `KEEP_BYTES`, these are
+            kept for the backward.
         shard: which words `weight` and `bias` are of, where processes share the vocabulary. All call this together,
             with equal tokens and targets, and get equal results. The gradient of `hidden` is then a part, to be added
             up over them.
@@ -143,12 +148,12 @@ def linear_top_k(
     if temperature is not None:
         temperature = temperature.to(_ACCUMULATE[hidden.dtype])[:, None]
     size = _chunk_size(hidden, _words(weight, shard), chunk)
-    low, logits = _buffers(hidden, weight, size)
+    logits, factor = _buffer(hidden, weight, size), _factor(weight)
     logp = torch.empty_like(logits)
     words = torch.empty((len(hidden), k), dtype=torch.int64, device=hidden.device)
     logprobs = logits.new_empty(words.shape)
     for rows in _slices(len(hidden), size):
-        found = _log_softmax(hidden, weight, bias, temperature, rows, low, logits, logp, shard)
+        found = _log_softmax(hidden, factor, bias, temperature, rows, logits, logp, shard)
         if shard is None:
             logprobs[rows], words[rows] = found.topk(k)
         else:
@@ -161,10 +166,18 @@ def _words(weight: Tensor, shard: VocabularyShard | None) -> int:
     return len(weight) if shard is None else shard.most
 
 
+def of_device(memory: float) -> int:
+    """Bytes of a chunk's logits on a GPU with so many bytes of memory."""
+    return int(memory) // _OF_DEVICE
+
+
 def _chunk_size(hidden: Tensor, words: int, chunk: int | None) -> int:
     """Tokens in a chunk: as even as possible, because a small last chunk costs a pass over the weight all the same."""
     if chunk is None:
-        chunk = max(1, CHUNK_BYTES // (words * _ACCUMULATE[hidden.dtype].itemsize))
+        room = CHUNK_BYTES
+        if hidden.device.type == "cuda":
+            room = of_device(torch.cuda.get_device_properties(hidden.device).total_memory)
+        chunk = max(1, room // (words * _ACCUMULATE[hidden.dtype].itemsize))
     chunks = max(1, -(-hidden.shape[0] // chunk))
     return -(-hidden.shape[0] // chunks)
 
@@ -187,12 +200,12 @@ class _LinearLogprobs(torch.autograd.Function):
         size: int,
         shard: VocabularyShard | None,
     ) -> tuple[Tensor, Tensor | None]:
-        low, logits = _buffers(hidden, weight, size)
+        logits, factor = _buffer(hidden, weight, size), _factor(weight)
         logp = torch.empty_like(logits)
         logprobs = logits.new_empty(targets.shape)
         entropies = logits.new_empty(hidden.shape[0]) if entropy else None
         for rows in _slices(hidden.shape[0], size):
-            chunk = _log_softmax(hidden, weight, bias, temperature, rows, low, logits, logp, shard)
+            chunk = _log_softmax(hidden, factor, bias, temperature, rows, logits, logp, shard)
             logprobs[rows] = chunk.gather(1, targets[rows]) if shard is None else shard.gather(chunk, targets[rows])
             if entropies is not None:
                 p = torch.exp(chunk, out=logits[: len(chunk)])
@@ -246,7 +259,8 @@ def _gradients(
     shard: VocabularyShard | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of hidden, weight and bias, the last two as sums over chunks, which the caller casts."""
-    low, logits = _buffers(hidden, weight, size)
+    logits, factor = _buffer(hidden, weight, size), _factor(weight)
+    low = logits if logits.dtype == hidden.dtype else torch.empty_like(logits, dtype=hidden.dtype)
     logp = torch.empty_like(logits) if kept is None or of_entropy is not None else kept
     # A single chunk is added to zeros, which rounds once in the weight's own dtype, too
     sum_dtype = weight.dtype if size == hidden.shape[0] else logits.dtype
@@ -256,7 +270,7 @@ def _gradients(
     for rows in _slices(hidden.shape[0], size):
         chunk = kept
         if chunk is None:
-            chunk = _log_softmax(hidden, weight, bias, temperature, rows, low, logits, logp, shard)
+            chunk = _log_softmax(hidden, factor, bias, temperature, rows, logits, logp, shard)
         # d logprob / d z_v = 1[v = target] - p_v and d entropy / d z_v = -p_v (log p_v + entropy)
         grad = torch.exp(chunk, out=logits[: len(chunk)])
         summed = None if of_logprobs is None else of_logprobs[rows].sum(1, keepdim=True)  # over a token's targets
@@ -286,52 +300,58 @@ def _slices(tokens: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, max(size, 1))]
 
 
-def _buffers(hidden: Tensor, weight: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """A chunk's logits in the inputs' dtype and in the accumulating one; one tensor where these are the same.
+def _buffer(hidden: Tensor, weight: Tensor, size: int) -> Tensor:
+    """A chunk's logits, in the accumulating dtype.
 
-    All chunks share them, since new pages for each would cost as much as the arithmetic on them.
+    All chunks share it, since new pages for each would cost as much as the arithmetic on them.
     """
-    logits = hidden.new_empty((size, len(weight)), dtype=_ACCUMULATE[hidden.dtype])
-    return (logits if logits.dtype == hidden.dtype else hidden.new_empty((size, len(weight)))), logits
+    return hidden.new_empty((size, len(weight)), dtype=_ACCUMULATE[hidden.dtype])
+
+
+def _factor(weight: Tensor) -> Tensor:
+    """The weight as it is multiplied: a GPU adds up products of bfloat16 in float32, and a CPU has no such product."""
+    return weight if weight.device.type == "cuda" else weight.to(_ACCUMULATE[weight.dtype])
 
 
 def _log_softmax(
     hidden: Tensor,
-    weight: Tensor,
+    factor: Tensor,
     bias: Tensor | None,
     temperature: Tensor | None,
     rows: slice,
-    low: Tensor,
     logits: Tensor,
     out: Tensor,
     shard: VocabularyShard | None,
 ) -> Tensor:
-    """Log-probabilities of all words for the tokens `rows`, written to `out`; `low` and `logits` are scratch."""
+    """Log-probabilities of all words for the tokens `rows`, written to `out`; `logits` is scratch."""
     count = rows.stop - rows.start
-    if bias is None:
-        torch.mm(hidden[rows], weight.t(), out=low[:count])
+    logits, out = logits[:count], out[:count]
+    if factor.dtype != logits.dtype:
+        torch.mm(hidden[rows], factor.t(), out_dtype=logits.dtype, out=logits)
+    elif bias is None or bias.dtype != logits.dtype:
+        torch.mm(hidden[rows].to(factor.dtype), factor.t(), out=logits)
     else:
-        torch.addmm(bias, hidden[rows], weight.t(), out=low[:count])
-    if low is not logits:
-        logits[:count].copy_(low[:count])
+        torch.addmm(bias, hidden[rows], factor.t(), out=logits)
+    if bias is not None and bias.dtype != logits.dtype:
+        logits.add_(bias)
     if temperature is not None:
-        logits[:count].div_(temperature[rows])
-    if shard is not None:
-        return shard.log_softmax(logits[:count], out[:count])
-    return torch.log_softmax(logits[:count], 1, out=out[:count])
+        logits.div_(temperature[rows])
+    return torch.log_softmax(logits, 1, out=out) if shard is None else shard.log_softmax(logits, out)
 
 
 def _add_product(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
-    """``total += grad.T @ hidden`` in total's dtype, for some words at a time where the product has another dtype.
+    """``total += grad.T @ hidden`` in total's dtype, which may be wider than that of the factors.
 
-    On a CPU, adding a tensor of another dtype copies it to total's first: blocks that fit in the cache make that cheap
-    (half the time of one large product). A GPU adds without a copy, and is faster with large products.
+    A GPU adds such products up in one call. A CPU rounds them first, and copies what it adds to total's dtype: blocks
+    of words that fit in the cache make that cheap (half the time of one large product).
     """
     if total.dtype == grad.dtype:
         total.addmm_(grad.t(), hidden)
-        return
-    for words in _slices(len(total), max(1, (2**21 if total.device.type == "cpu" else 2**24) // hidden.shape[1])):
-        total[words].add_(grad[:, words].t() @ hidden)
+    elif total.device.type == "cuda":
+        torch.addmm(total, grad.t(), hidden, out_dtype=total.dtype, out=total)
+    else:
+        for words in _slices(len(total), max(1, 2**21 // hidden.shape[1])):
+            total[words].add_(grad[:, words].t() @ hidden)
 
 
 def _by_temperature(grad: Tensor | None, temperature: Tensor | None) -> Tensor | None:

@@ -42,7 +42,7 @@ def predictions(
         hidden: ``[n, H]``, the states that predict the wanted tokens.
         weight: ``[V, H]`` of the head.
         bias: ``[V]``, or None.
-        targets: ``[n]`` or ``[n, k]`` each, as in `Plan`.
+        targets: ``[n]`` or ``[n, k]`` each, as in `Plan`, on the device of the states.
         temperature: ``[n]``, or None.
         needs: the names of the outputs.
         shard: which words ``weight`` and ``bias`` are of, where processes share the vocabulary.
@@ -54,7 +54,7 @@ def predictions(
         found = linear_top_k(hidden, weight, k, temperature=temperature, bias=bias, shard=shard)
         values["top_k_ids"], values["top_k_logprobs"] = found
     if k is None or set(needs) != {top_k(k)}:  # one softmax for all targets
-        wide = [(x if x.ndim > 1 else x[:, None]).to(hidden.device) for x in targets.values()]
+        wide = [x if x.ndim > 1 else x[:, None] for x in targets.values()]
         logprobs, entropy = linear_logprobs(
             hidden,
             weight,

@@ -1,39 +1,52 @@
 """The half of training that runs in each process: the calls that the driver makes around an engine."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from nrl.algos import Loss, output_shape
+from nrl.algos import Loss, name_of, output_shape
 from nrl.backends.base import outputs_of, top_k_of
 from nrl.backends.engines import TrainEngine
+from nrl.backends.models.pieces import rounded
+from nrl.backends.to_save import ToSave
+from nrl.backends.training.agreement import pickled
+from nrl.backends.training.determinism import refusing
+from nrl.backends.training.devices import measuring
 from nrl.backends.training.reading import Reading
 from nrl.batch import Batch
-from nrl.files import Saved
+from nrl.files import Folder, Saved
 from nrl.reduce import Metrics
+from nrl.runtime.mesh.current_process import process
+from nrl.runtime.threads import Daemons
 
 __all__ = [
     "Find",
     "adapter_of",
     "as_it_is",
+    "begin_writing",
     "forward",
     "of_state",
     "outputs_like",
     "read",
-    "save",
+    "to_save",
     "train",
     "with_params",
+    "write",
+    "written",
 ]
 
 type _Engine = TrainEngine[Any, Any]
 type _Split = Callable[[Batch], Sequence[Batch]]
+type _Writing = Future[Saved]
 type Find = Callable[[_Engine, Any], Any]
 """How a process finds params in the value that it holds."""
+
+_WRITERS = Daemons(1, "saving")
 
 
 def as_it_is(engine: _Engine, value: Any) -> Any:
@@ -56,14 +69,34 @@ def with_params(name: str, find: Find, engine: _Engine, value: Any, *args: Any) 
     return getattr(engine, name)(find(engine, value), *args)
 
 
-def read(find: Find, engine: _Engine, value: Any) -> Reading:
-    """Begin to read the pieces of some params."""
-    return Reading(engine.pieces(find(engine, value)))
+def read(find: Find, dtype: torch.dtype | None, engine: _Engine, value: Any) -> Reading:
+    """Begin to read the pieces of some params, matrices rounded to a dtype."""
+    pieces = engine.pieces(find(engine, value))
+    return Reading(pieces if dtype is None else (rounded(piece, dtype) for piece in pieces))
 
 
-def save(find: Find, engine: _Engine, state: Any, folder: Path) -> Saved:
-    """Write a train state, and of its params these."""
-    return engine.save(state, find(engine, state), folder)
+def to_save(find: Find, trained: bool, engine: _Engine, value: Any) -> ToSave:
+    """What there is to write of params, or of a train state and of its params these."""
+    params = find(engine, value)
+    return engine.save(value, params) if trained else engine.save_params(params)
+
+
+def write(find: Find, trained: bool, engine: _Engine, value: Any, folder: Folder) -> Saved:
+    """Write it."""
+    return to_save(find, trained, engine, value).write(folder)
+
+
+def begin_writing(find: Find, trained: bool, engine: _Engine, value: Any, folder: Folder) -> tuple[_Writing, None]:
+    """Copy it, and write the copy beside all that follows."""
+    return _WRITERS.submit(to_save(find, trained, engine, value).copied().write, folder), None
+
+
+def written(writing: _Writing) -> Saved | bytes | None:
+    """What has been written, or the error of the writer for `pickle.loads`; None: it is not done."""
+    if not writing.done():
+        return None
+    error = writing.exception()
+    return pickled(error, "save", process().rank) if isinstance(error, Exception) else writing.result()
 
 
 def forward(
@@ -82,7 +115,8 @@ def forward(
         yield from parts[-1]
 
     for shard in shards:
-        outs = with_params("forward", find, engine, value, read(shard), needs)
+        with refusing("forward"):
+            outs = with_params("forward", find, engine, value, read(shard), needs)
         wide = [out.apply(partial(_widen, out.ndim, shard["input_ids"].shape[-1])) for out in outs]
         found.append(parts[-1].restore(wide) if wide else _nothing(shard, needs))
     each = [[out[name] for out in found] for name in outputs_of(needs)]
@@ -114,5 +148,8 @@ def _widen(dim: int, width: int, x: Tensor) -> Tensor:
 def train(
     loss: Loss, split: _Split, engine: _Engine, state: Any, weights: dict[str, float], *shards: Batch
 ) -> tuple[Any, Metrics]:
-    """One optimizer step, on shards."""
-    return engine.train(state, loss, (part for shard in shards for part in split(shard)), weights)
+    """One optimizer step, on shards; the first process tells the metrics, and each what it took of its device."""
+    ended = measuring()
+    with refusing(f"train_step({name_of(loss)})"):
+        state, found = engine.train(state, loss, (part for shard in shards for part in split(shard)), weights)
+    return state, ended(found)

@@ -76,12 +76,19 @@ class Optimizer:
     precision: Literal["float32", "bfloat16"] | None = attrs.field(
         default=None, validator=attrs.validators.in_([None, "float32", "bfloat16"])
     )
+    moments: Literal["float32", "bfloat16"] | None = attrs.field(
+        default=None, validator=attrs.validators.in_([None, "float32", "bfloat16"])
+    )
     groups: tuple[Group, ...] = attrs.field(default=())
     make: Callable[[Any], Any] | None = None
 
     def __attrs_post_init__(self) -> None:
-        reads = {"sgd": ("momentum", "nesterov"), "muon": ("momentum", "nesterov", "scale", "precision")}
-        for name in ("momentum", "nesterov", "scale", "precision"):
+        reads = {
+            "adamw": ("moments",),
+            "sgd": ("momentum", "nesterov"),
+            "muon": ("momentum", "nesterov", "scale", "precision"),
+        }
+        for name in ("momentum", "nesterov", "scale", "precision", "moments"):
             if getattr(self, name) is not None and name not in reads.get(self.kind, ()):
                 kinds = " and ".join(f"'{kind}'" for kind, names in reads.items() if name in names)
                 raise ValueError(
@@ -109,6 +116,7 @@ def adamw(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
+    moments: Literal["float32", "bfloat16"] = "float32",
     clip: float = 1.0,
     schedule: Schedule | Callable[[int], float] | None = None,
     groups: Iterable[Group] = (),
@@ -120,6 +128,8 @@ def adamw(
         betas: decay of the first and second moment.
         eps: added to the root of the second moment.
         weight_decay: decoupled; multiplied by the learning rate. Matrices only: norms and biases are left out.
+        moments: in which both moments are kept; in bfloat16 they are stochastically rounded after each step, and
+            computed in float32 (`nrl.backends.training.stochastic`).
         clip: the largest global norm of the gradient; infinity (``.inf`` in a configuration) for none.
         schedule: of the learning rate, or a function of the optimizer step, which counts from 0: the rate as a multiple
             of ``lr``. None: constant.
@@ -132,7 +142,8 @@ def adamw(
     >>> learning_rate(adamw(lr=1.0, schedule=lambda step: (step + 1) ** -0.5), 3)
     0.5
     """
-    return Optimizer(lr, betas, eps, weight_decay, clip, schedule or Schedule(), groups=tuple(groups))
+    kept = None if moments == "float32" else moments  # so that another kind can replace it in a configuration
+    return Optimizer(lr, betas, eps, weight_decay, clip, schedule or Schedule(), moments=kept, groups=tuple(groups))
 
 
 def sgd(
@@ -288,9 +299,11 @@ def learning_rate(optimizer: Optimizer, step: int) -> float:
 def set_learning_rate(groups: Iterable[dict[str, Any]], optimizer: Optimizer, step: int) -> float:
     """Let the groups of parameters of a torch optimizer have the rate of a step, and return it.
 
-    A group with a ``factor`` has a multiple of it.
+    A group with a ``factor`` has a multiple of it, and one with ``at`` the number of the step.
     """
     rate = learning_rate(optimizer, step)
     for group in groups:
         group["lr"] = rate * group.get("factor", 1.0)
+        if "at" in group:
+            group["at"] = step
     return rate

@@ -4,6 +4,7 @@ Each form of packed rows has its own: `OverRectangles` calls a kernel for each b
 """
 
 import warnings
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -22,12 +23,11 @@ class OverRectangles:
     """Attention over rectangles, with their masks, which are made once for all layers.
 
     Args:
-        rows: from `nrl.batch.packing.pack`.
-        device: of the tokens.
+        rows: from `nrl.batch.packing.pack`, on the device of the tokens.
     """
 
-    def __init__(self, rows: Rectangles, device: torch.device) -> None:
-        self.device, self.blocks = device, rows.to(device).blocks
+    def __init__(self, rows: Rectangles) -> None:
+        self.device, self.blocks = rows.real.device, rows.blocks
         self._biases: dict[tuple[object, ...], Tensor] = {}
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float | None) -> Tensor:
@@ -51,7 +51,7 @@ class OverRectangles:
         rows, H, width, D = q.shape
         h, keys = k.shape[1:3]
         group = H // h
-        if q.device.type == "cpu" and not torch.is_autocast_enabled("cpu") and group * width * keys <= _SMALL:
+        if q.device.type == "cpu" and q.dtype.itemsize > 2 and group * width * keys <= _SMALL:
             # The query heads that share a key-value head are queries of one product, so keys are never repeated
             bias = self.bias(number, window, q.dtype, (h, group))
             q, k, v = (x.reshape(rows * h, -1, x.shape[-1]) for x in (q, k, v))
@@ -108,26 +108,30 @@ class OverSequences:
     There is one on a GPU, for 16-bit numbers. It is the same on a CPU and in float32, and slower.
 
     Args:
-        rows: from `nrl.batch.packing.pack`, on the CPU.
-        device: of the tokens.
+        rows: from `nrl.batch.packing.pack`, on the device of the tokens.
     """
 
-    def __init__(self, rows: Sequences, device: torch.device) -> None:
-        self.device, self.keys = device, None if rows.keys is None else rows.keys.to(device)
-        queries = rows.cu_seqlens_q.to(device)
-        keys = queries if rows.keys is None else rows.cu_seqlens_k.to(device)
-        self.rows = rows._replace(cu_seqlens_q=queries, cu_seqlens_k=keys, keys=self.keys)
-        self.own: list[int] = rows.cu_seqlens_q.diff().tolist()
-        self.all: list[int] = rows.cu_seqlens_k.diff().tolist()
+    def __init__(self, rows: Sequences) -> None:
+        self.rows, self.device, self.keys = rows, rows.cu_seqlens_q.device, rows.keys
         self._biases: dict[tuple[object, ...], Tensor] = {}
+
+    @cached_property
+    def own(self) -> list[int]:
+        """The own tokens of each row."""
+        found: list[int] = self.rows.cu_seqlens_q.diff().tolist()
+        return found
+
+    @cached_property
+    def all(self) -> list[int]:
+        """The tokens that each row sees."""
+        found: list[int] = self.rows.cu_seqlens_k.diff().tolist()
+        return found
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float | None) -> Tensor:
         """``query`` ``[H, N, D]``, ``key`` and ``value`` ``[h, N, D]``; returns ``[N, H, D]``."""
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))  # tokens first, as varlen kernels have them
-        if self.device.type == "cuda":
-            low = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else q.dtype
-            if low.itemsize == 2:
-                return attention(self.rows, q.to(low), k.to(low), v.to(low), window, scaling)
+        if self.device.type == "cuda" and q.dtype.itemsize == 2:
+            return attention(self.rows, q, k, v, window, scaling)
         if self.keys is not None:
             k, v = (x.index_select(0, self.keys) for x in (k, v))
         outputs = []
@@ -187,6 +191,6 @@ def packing_on(device: torch.device, packing: Packing | None, dtype: str, who: s
     return packing
 
 
-def over(rows: Rectangles | Sequences, device: torch.device) -> OverRectangles | OverSequences:
-    """Attention over rows that lie in this form."""
-    return OverRectangles(rows, device) if isinstance(rows, Rectangles) else OverSequences(rows, device)
+def over(rows: Rectangles | Sequences) -> OverRectangles | OverSequences:
+    """Attention over rows that lie in this form, on the device of the tokens."""
+    return OverRectangles(rows) if isinstance(rows, Rectangles) else OverSequences(rows)

@@ -19,7 +19,7 @@ from nrl.batch.packed_rows import Packing, Rectangles, Sequences
 from nrl.batch.packing import pack
 from nrl.errors import BatchError
 
-__all__ = ["Outputs", "Plan", "last", "plan", "predicted", "read_by", "with_outputs"]
+__all__ = ["Outputs", "Plan", "last", "left_out_of", "plan", "predicted", "read_by", "with_outputs"]
 
 
 class Outputs(NamedTuple):
@@ -85,6 +85,16 @@ def read_by(batch: Batch, head: str, everywhere: bool) -> Tensor:
     """``[*b, T]`` bool: of the tokens `with_outputs`, those that a loss reads: all, or those of ``loss_mask``."""
     every = with_outputs(batch, head)
     return every if everywhere or head == "reward" or "loss_mask" not in batch.keys() else every & batch["loss_mask"]
+
+
+def left_out_of(batch: Batch, wanted: Tensor, head: str) -> Tensor:
+    """``[k]`` int64, the places of the flattened outputs that have not been computed, because they are not wanted.
+
+    >>> batch = Batch({"input_ids": torch.tensor([[5, 6, 7]])}, batch_size=[1])
+    >>> left_out_of(batch, torch.tensor([[False, True, False]]), "lm")
+    tensor([2])
+    """
+    return torch.nonzero((with_outputs(batch, head) & ~wanted).flatten())[:, 0]
 
 
 class Plan(NamedTuple):

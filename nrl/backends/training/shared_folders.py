@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nrl.errors import CheckpointError
-from nrl.files import Written, check_sizes, check_sums
+from nrl.files import Folder, Written, at, check_sizes, check_sums, write
 from nrl.runtime.mesh.calling import from_all
 from nrl.runtime.mesh.current_process import process
 from nrl.runtime.mesh.placement import Mesh
 
-__all__ = ["Stranger", "answer", "arrived", "check", "check_exported", "check_shared", "see", "stranger"]
+__all__ = ["Stranger", "answer", "apart", "arrived", "check", "check_shared", "lies_there", "see", "stranger"]
 
 _PATIENCE = 3.0
 """Seconds for a file to arrive: a network disk does not show it to everybody at once."""
@@ -35,7 +35,7 @@ class Stranger(NamedTuple):
         return f"rank {self.rank}, on host {self.host}, {self.why}"
 
 
-def stranger(folder: Path, ask: Callable[[Path, str], Sequence[tuple[str, str]]]) -> Stranger | None:
+def stranger(folder: Folder, ask: Callable[[Folder, str], Sequence[tuple[str, str]]]) -> Stranger | None:
     """The first process that does not have the program's folder; None: all have it.
 
     Args:
@@ -43,10 +43,10 @@ def stranger(folder: Path, ask: Callable[[Path, str], Sequence[tuple[str, str]]]
         ask: calls `answer` with these arguments in each process, and returns all answers by rank.
 
     Raises:
-        OSError: the program itself cannot write there.
+        OSError: the program itself cannot write there; a store may raise errors of its own.
     """
     note = f".shared-{uuid.uuid4().hex}"
-    (folder / note).write_bytes(b"")
+    _leave(folder / note)
     try:
         for rank, (host, why) in enumerate(ask(folder, note)):
             if not why and not _arrives(folder / f"{note}.{rank}"):
@@ -59,41 +59,48 @@ def stranger(folder: Path, ask: Callable[[Path, str], Sequence[tuple[str, str]]]
     return None
 
 
-def check_shared(mesh: Mesh, name: str, folder: str | Path, who: str) -> None:
+def check_shared(mesh: Mesh, name: str, folder: str | Folder, who: str) -> None:
     """Check that the program and all processes of a trainer have the same folder.
 
     Raises:
         CheckpointError: a process has another one.
     """
-    found = _stranger_of(mesh, who, Path(folder).absolute())
+    place, here = at(folder).absolute(), socket.gethostname()
+    found = _stranger_of(mesh, who, place)
     if found is not None:
+        instead = (
+            "give a folder (out=) on a disk that all nodes share by the same path, or a store that they reach, such as "
+            "checkpoints.to=s3://bucket/run, or reserve the trainer's slots on the node of this program"
+            if isinstance(place, Path)
+            else "give a store (checkpoints.to=) that all nodes reach, and see that its package is installed there and "
+            "the environment of their processes lets them in"
+        )
         raise CheckpointError(
-            f"{who}: {folder} is not the same folder for this program, on host {socket.gethostname()}, and for all "
-            f"of {name}: {found}. A checkpoint would be without what it writes; give a folder (out=) on a disk "
-            "that all nodes share by the same path, or reserve the trainer's slots on the node of this program"
+            f"{who}: {folder} is not the same folder for this program, on host {here}, and for all "
+            f"of {name}: {found}. A checkpoint would be without what it writes; {instead}"
         )
 
 
-def check_exported(mesh: Mesh, folder: Path) -> None:
-    """Check that the program sees the files that the first process has exported.
-
-    Raises:
-        CheckpointError: it does not.
-    """
+def apart(mesh: Mesh, folder: Path) -> Stranger | None:
+    """The first process, which is the one that exports, if it does not have the program's folder."""
     found = _stranger_of(mesh, "export", folder)
-    if found is not None and found.rank == 0:
-        raise CheckpointError(
-            f"export: the model lies in {folder} on host {found.host}, and this program, on host "
-            f"{socket.gethostname()}, does not see it: {found}. Copy it from there, or give a folder on a disk "
-            "that both share by the same path"
-        )
+    return found if found is not None and found.rank == 0 else None
 
 
-def _stranger_of(mesh: Mesh, who: str, folder: Path) -> Stranger | None:
+def lies_there(folder: Path, found: Stranger) -> CheckpointError:
+    """What a program is told whose export another host has."""
+    return CheckpointError(
+        f"export: the model lies in {folder} on host {found.host}, and this program, on host "
+        f"{socket.gethostname()}, does not see it: {found}. Copy it from there, or give a folder on a disk "
+        "that both share by the same path"
+    )
+
+
+def _stranger_of(mesh: Mesh, who: str, folder: Folder) -> Stranger | None:
     return stranger(folder, partial(from_all, mesh, who, answer, turn=False))
 
 
-def arrived(name: str, folder: Path, each: Iterable[Mapping[str, Written]]) -> dict[str, Written]:
+def arrived(name: str, folder: Folder, each: Iterable[Mapping[str, Written]]) -> dict[str, Written]:
     """All files that the processes of a trainer wrote, if the program sees them as they were written.
 
     Args:
@@ -116,19 +123,22 @@ def arrived(name: str, folder: Path, each: Iterable[Mapping[str, Written]]) -> d
     return found
 
 
-def answer(folder: Path, note: str) -> tuple[str, str]:
+def answer(folder: Folder, note: str) -> tuple[str, str]:
     """In a process: answer the program's note; the name of this host, and why it has another folder, or ""."""
     host = socket.gethostname()
-    if not _arrives(folder / note):
-        return host, "has another folder there" if folder.exists() else "has no such folder"
     try:
-        (folder / f"{note}.{process().rank}").write_bytes(b"")
-    except OSError as error:
-        return host, f"cannot write there ({error.strerror})"
+        if not _arrives(folder / note):
+            return host, "has another folder there" if folder.exists() else "has no such folder"
+    except Exception as error:  # a store raises all kinds
+        return host, f"cannot look there ({type(error).__name__}: {error})"
+    try:
+        _leave(folder / f"{note}.{process().rank}")
+    except Exception as error:
+        return host, f"cannot write there ({getattr(error, 'strerror', None) or error})"
     return host, ""
 
 
-def see(folder: Path, files: Mapping[str, Written]) -> None:
+def see(folder: Folder, files: Mapping[str, Written]) -> None:
     """In a process: check that all files are there, with the sizes with which they were written.
 
     Raises:
@@ -139,11 +149,11 @@ def see(folder: Path, files: Mapping[str, Written]) -> None:
     except CheckpointError as error:
         raise CheckpointError(
             f"restore: {error}, as rank {process().rank} on host {socket.gethostname()} sees it; put the checkpoint on "
-            "a disk that all nodes share by the same path"
+            "a disk that all nodes share by the same path, or into a store that they reach"
         ) from None
 
 
-def check(folder: Path, files: Mapping[str, Written]) -> None:
+def check(folder: Folder, files: Mapping[str, Written]) -> None:
     """In a process: compare its share of the files with their checksums. Together the processes read each file once.
 
     Raises:
@@ -153,7 +163,14 @@ def check(folder: Path, files: Mapping[str, Written]) -> None:
     check_sums(folder, {name: files[name] for name in sorted(files)[here.rank :: here.size]})
 
 
-def _arrives(path: Path) -> bool:
+def _leave(path: Folder) -> None:
+    if isinstance(path, Path):
+        path.write_bytes(b"")
+    else:
+        write(path, [])
+
+
+def _arrives(path: Folder) -> bool:
     until = time.monotonic() + _PATIENCE
     while not path.exists():
         if time.monotonic() > until:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from nrl.backends.base import Bucket
@@ -42,13 +43,18 @@ class Params:
         self.find = find
         """How a process finds them in the value that the handle names."""
 
+    @property
+    def whole(self) -> bool:
+        """Whether they are more than an adapter."""
+        return self.find in (on_ranks.as_it_is, on_ranks.of_state)
+
     def check_whole(self, who: str) -> None:
         """Check that they are more than an adapter.
 
         Raises:
             ModelError: they are `adapter` of some params; ``who`` is how it begins.
         """
-        if self.find not in (on_ranks.as_it_is, on_ranks.of_state):
+        if not self.whole:
             raise ModelError(f"{who}: params.adapter is an adapter without the weights that it is on; give the params")
 
     @property
@@ -72,14 +78,17 @@ class Params:
             find=partial(on_ranks.adapter_of, self.find),
         )
 
-    def buckets(self, who: str = "buckets", to: Sequence[Mesh] = ()) -> Iterator[Future[Bucket]]:
+    def buckets(
+        self, who: str = "buckets", to: Sequence[Mesh] = (), dtype: torch.dtype | None = None
+    ) -> Iterator[Future[Bucket]]:
         """The weights in pieces, with adapters added in; each bucket of them is a future of a value on the mesh.
 
         Args:
             who: how errors name the reader.
             to: the meshes whose processes will all open every bucket; nobody else may. See `nrl.runtime.transfer`.
+            dtype: to round matrices to; None: they stay as they are. Vectors are few, and stay in any case.
         """
-        return self.trainer.buckets(self, who, to)
+        return self.trainer.buckets(self, who, to, dtype)
 
     def tensors(self, who: str = "tensors") -> Iterator[tuple[str, Tensor]]:
         """The weights by their Hugging Face names, one at a time, whole, in this process."""

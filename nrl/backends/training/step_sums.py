@@ -8,6 +8,8 @@ from torch import Tensor
 
 from nrl.algos import Loss
 from nrl.backends.training.agreement import HeldError, Peers
+from nrl.backends.training.devices import FLOPS
+from nrl.backends.training.flops import Cost, step_flops
 from nrl.backends.training.gradients import ignores, value_and_grad
 from nrl.backends.training.plans import Plan
 from nrl.backends.training.terms import check_weights
@@ -58,6 +60,7 @@ class StepSums:
         weights: of each of its terms, over the whole batch.
         device: of the outputs.
         counted: whether the sums of this process count; of processes that have the same outputs, one does.
+        cost: what the model computes; None: that is not known.
 
     >>> from nrl.algos import sft_loss
     >>> ids = torch.tensor([[5, 6]])
@@ -68,9 +71,15 @@ class StepSums:
     """
 
     def __init__(
-        self, loss: Loss, name: str, weights: Mapping[str, float], device: torch.device, counted: bool = True
+        self,
+        loss: Loss,
+        name: str,
+        weights: Mapping[str, float],
+        device: torch.device,
+        counted: bool = True,
+        cost: Cost | None = None,
     ) -> None:
-        self._loss, self._name, self._weights, self._counted = loss, name, weights, counted
+        self._loss, self._name, self._weights, self._counted, self._cost = loss, name, weights, counted, cost
         self._sums: Metrics = {}
         self._trusted = torch.ones((), dtype=torch.bool, device=device)
 
@@ -108,7 +117,8 @@ class StepSums:
         """
         who = f"train_step({self._name})"
         sums, (certain,) = _fetch(self._sums, self._trusted)
-        everybody = held.meet(who, (sums | _counts(microbatches, works) if self._counted else {}, certain, read))
+        mine = sums | _counts(microbatches, works, self._cost) if self._counted else {}
+        everybody = held.meet(who, (mine, certain, read))
         if not all(certain for _, certain, _ in everybody):
             return None
         if not any(read for *_, read in everybody):
@@ -123,19 +133,23 @@ class StepSums:
         return whole
 
 
-def _counts(microbatches: Sequence[Batch], works: Sequence[Plan]) -> Metrics:
-    """How many tokens the rows have, the model has computed, and has not because rows have them in common."""
+def _counts(microbatches: Sequence[Batch], works: Sequence[Plan], cost: Cost | None) -> Metrics:
+    """Tokens that the rows have, that the model has computed, and has not as rows have them in common; and FLOPs."""
     real = [(batch, work) for batch, work in zip(microbatches, works, strict=True) if batch is not IDLE]
     counts = {
         "tokens": sum(int(lengths(batch).sum()) for batch, _ in real),
         "tokens/computed": sum(work.computed for _, work in real),
         "tokens/saved": sum(work.saved for _, work in real),
     }
-    return {name: Sum(torch.tensor(count)) for name, count in counts.items()}
+    found: Metrics = {name: Sum(torch.tensor(count)) for name, count in counts.items()}
+    if cost is not None:
+        flops = sum(step_flops(cost, work) for _, work in real)
+        found[FLOPS] = Sum(torch.tensor(flops, dtype=torch.float64))
+    return found
 
 
 def check_norm(who: str, norm: Tensor, step: int) -> None:
-    """Check that the norm of a step's gradient is finite; this waits for the device.
+    """Check that the norm of a step's gradient is finite.
 
     Raises:
         NotFinite: it is not.

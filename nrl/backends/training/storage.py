@@ -1,8 +1,8 @@
 """Reading and writing sharded tensors in a folder: each process handles its own pieces, for any number of processes.
 
 The files are safetensors, one a process, in the form of torch.distributed.checkpoint (DCP), with the offsets of each
-piece in its whole tensor. DCP's own writer copies all pieces in memory, and does not compute checksums, so this module
-writes the files. See docs/decisions/0024-checksums-are-computed-by-the-writer.md.
+piece in its whole tensor. DCP's own writer does not compute checksums, so this module says what is in the files, and
+`nrl.backends.to_save` writes them. See docs/decisions/0024-checksums-are-computed-by-the-writer.md.
 
 The weights of a model are ``model.`` and their Hugging Face name; the state of an optimizer ``optimizer.``, that
 name, and what the optimizer calls it, such as one of `KEYS`. So any engine reads what any other has written.
@@ -14,7 +14,6 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -27,10 +26,9 @@ from nrl.backends.models.named_weights import SAME, a_few, check_weight
 from nrl.backends.models.pieces import Joining, apart, fill
 from nrl.backends.training.agreement import HeldError, Peers
 from nrl.errors import CheckpointError, ModelError
-from nrl.files import Buffer, Written, flush
-from nrl.files import write as write_file
+from nrl.files import Buffer, Folder, check_parts, part
 
-__all__ = ["KEYS", "MODEL", "MOMENTS", "NUMBER", "check_optimizer", "read", "weights", "write", "written_by"]
+__all__ = ["KEYS", "MODEL", "MOMENTS", "NUMBER", "check_optimizer", "read", "to_save", "weights", "written_by"]
 
 MODEL, MOMENTS = "model.", "optimizer."
 KEYS = ("step", "exp_avg", "exp_avg_sq")
@@ -42,42 +40,27 @@ _SHARDS = "DCP_SHARDING_INFO"
 """The field with DCP's offsets in the header of a file; nrl adds the whole shapes, and names where they differ."""
 
 
-def write(folder: Path, pieces: Callable[[], Iterable[Piece]], peers: Peers) -> dict[str, Written]:
-    """Write pieces, of which all processes together have each number once; a collective.
+def to_save(pieces: Callable[[], Iterable[Piece]], peers: Peers) -> dict[str, list[Buffer | Tensor]]:
+    """The file of this process, by its name, of which all processes together have each number once; a collective.
 
     Args:
-        folder: for the files.
         pieces: gives those of this process; all processes call it together.
         peers: the processes.
-
-    Returns:
-        The file of this process, by its name.
-
-    Raises:
-        OSError: the disk does not take it.
     """
-    held, found = HeldError(peers), dict[str, Written]()
+    held, spoken = HeldError(peers), list[Piece]()
     with held.back():
-        if peers.rank == 0:
-            for file in folder.glob("*.safetensors"):  # another number of processes may have left them
-                file.unlink()
-    held.meet("save")
-    with held.back():
-        name = f"{peers.rank + 1:05}-of-{peers.count:05}.safetensors"
         spoken = [piece for piece in pieces() if piece.tensor.numel()]
-        found[name] = write_file(folder / name, _safetensors(spoken))
-        flush(folder)
-    held.meet("save")  # when one process returns, all have written
-    return found
+    held.meet("save")
+    return {part(peers.rank, peers.count): _safetensors(spoken)}
 
 
 def read(
-    folder: Path,
+    folder: Folder,
     shapes: Mapping[str, tuple[int, ...]],
     pieces: Callable[[Mapping[str, Tensor]], Iterable[Piece]],
     peers: Peers,
 ) -> None:
-    """Fill pieces with what `write` has written; a collective.
+    """Fill pieces with what was written of `to_save`; a collective.
 
     Args:
         folder: with the files of all processes that wrote.
@@ -87,7 +70,7 @@ def read(
 
     Raises:
         ModelError: the files are of another model. Nothing has been changed then.
-        CheckpointError: a part is missing, or a file is not one of `write`. Nothing has been changed then, either.
+        CheckpointError: a part is missing, or a file is not one of `to_save`. Nothing has been changed then, either.
     """
     with ExitStack() as files:
         held, there = HeldError(peers), dict[str, list[Piece]]()
@@ -105,14 +88,14 @@ def read(
         held.meet("restore")
 
 
-def weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """The whole weights of the model that `write` has written, one after the other, by the names that files have.
+def weights(folder: Folder) -> Iterator[tuple[str, Tensor]]:
+    """The whole weights of the model that was written of `to_save`, one after the other, by the names that files have.
 
     Args:
         folder: with the files of all processes that wrote.
 
     Raises:
-        CheckpointError: a part is missing, or a file is not one of `write`.
+        CheckpointError: a part is missing, or a file is not one of `to_save`.
     """
     with ExitStack() as files:
         for name, found in _pieces(folder, files).items():
@@ -148,8 +131,8 @@ def _empty(piece: Piece) -> Tensor:
     return torch.empty(piece.shape, dtype=dtype, device="meta")
 
 
-def _safetensors(pieces: Sequence[Piece]) -> Iterator[Buffer]:
-    """The bytes of a file, one piece after the other, so that only one at a time is copied from its device."""
+def _safetensors(pieces: Sequence[Piece]) -> list[Buffer | Tensor]:
+    """The content of a file: a header, and then one piece after the other."""
     pieces = sorted(pieces, key=lambda piece: -piece.tensor.element_size())  # so that each is aligned
     keys, seen = list[str](), Counter[str]()
     for piece in pieces:
@@ -161,20 +144,29 @@ def _safetensors(pieces: Sequence[Piece]) -> Iterator[Buffer]:
         for key, x in zip(keys, pieces, strict=True)
     }
     about = {"format": "pt", _SHARDS: json.dumps(info)}
-    yield safetensors.header(
+    header = safetensors.header(
         {key: (x.tensor.dtype, x.tensor.shape) for key, x in zip(keys, pieces, strict=True)}, about
     )
-    yield from (safetensors.content(piece.tensor) for piece in pieces)
+    return [header, *(piece.tensor for piece in pieces)]
 
 
-def _pieces(folder: Path, files: ExitStack) -> dict[str, list[Piece]]:
+def _pieces(folder: Folder, files: ExitStack) -> dict[str, list[Piece]]:
     """What is in a folder by tensor, if it makes whole tensors; read from ``files``, which stay open, when indexed."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
 
     found: dict[str, list[Piece]] = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    paths: list[Folder] = [*folder.glob("*.safetensors")]
+    paths.sort(key=lambda path: path.name)
+    try:
+        check_parts(folder, [path.name for path in paths])
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"restore: {error}, as host {socket.gethostname()} sees it. Bring all files there, or use another "
+            "checkpoint"
+        ) from None
+    for path in paths:
         try:
-            file = files.enter_context(safe_open(path, "pt"))
+            file = files.enter_context(safetensors.opened(path))
             info = json.loads(file.metadata()[_SHARDS])
         except (SafetensorError, TypeError, KeyError, ValueError) as error:
             raise CheckpointError(
@@ -191,9 +183,8 @@ def _pieces(folder: Path, files: ExitStack) -> dict[str, list[Piece]]:
         all_of_it = math.prod(pieces[0].shape)
         if have != all_of_it or not apart([piece.index for piece in pieces]):
             raise CheckpointError(
-                f"restore: {folder} on host {socket.gethostname()} has {have} of the {all_of_it} numbers of '{name}': "
-                f"of the files that were written there is {', '.join(sorted(x.name for x in folder.iterdir()))}. Bring "
-                "the others there, or use another checkpoint"
+                f"restore: {folder} has {have} of the {all_of_it} numbers of '{name}', in "
+                f"{a_few([path.name for path in paths])}; use another checkpoint"
             )
     return found
 

@@ -3,9 +3,10 @@
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from operator import attrgetter
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import attrs
@@ -17,6 +18,7 @@ from nrl.backends.base import Bucket, Model
 from nrl.backends.base import top_k as top_k_named
 from nrl.backends.engines import TrainEngine
 from nrl.backends.models.describing import DESCRIPTION, description
+from nrl.backends.models.exporting import export_described
 from nrl.backends.training import on_ranks, reading, shared_folders
 from nrl.backends.training.before_step import (
     check_finite,
@@ -27,19 +29,35 @@ from nrl.backends.training.before_step import (
     with_columns,
     with_shares,
 )
+from nrl.backends.training.determinism import refusing
+from nrl.backends.training.devices import PREFIX
 from nrl.backends.training.law import check_law
 from nrl.backends.training.states import Params, TrainState
 from nrl.backends.training.terms import LOGPROBS, global_weights
+from nrl.backends.training.writers import all_written
 from nrl.batch import Batch, deal, microbatches, restore
 from nrl.batch.handles import stand_ins, without_handles
 from nrl.errors import CheckpointError
-from nrl.files import MANIFEST, Saved, Written, check_sizes, flush, saved_in, write_manifest
+from nrl.files import (
+    MANIFEST,
+    Folder,
+    Saved,
+    Written,
+    at,
+    check_parts,
+    check_sizes,
+    flush,
+    make,
+    saved_in,
+    write_manifest,
+)
 from nrl.files import write as write_file
-from nrl.reduce import Mean, Metrics, Sum
+from nrl.reduce import Mean, Metrics, Sum, merge, without
 from nrl.runtime import Future, Handle, Mesh, done
 from nrl.runtime.mesh.calling import Each, call, from_all, from_first, method
 from nrl.runtime.mesh.futures import on_its_way
-from nrl.runtime.mesh.placement import Donated, Out, Rows, Value
+from nrl.runtime.mesh.processes import Donated, Out, Rows, Value
+from nrl.runtime.trace import measured
 from nrl.runtime.transfer import route
 
 __all__ = ["TrainStep", "Trainer", "make_trainer"]
@@ -157,11 +175,15 @@ class Trainer:
         handle = Handle(self.mesh, self, "frozen params", values)
         return Params(handle, self, version, published=published, adapter_of=adapter)
 
-    def buckets(self, params: Params, who: str, to: Sequence[Mesh]) -> Iterator[Future[Bucket]]:
+    def buckets(
+        self, params: Params, who: str, to: Sequence[Mesh], dtype: torch.dtype | None = None
+    ) -> Iterator[Future[Bucket]]:
         """What `Params.buckets` gives."""
         way = route(self.mesh, to)
         # Those that receive may be on the same devices, and both have to be there
-        pieces = Each(self._call(who, partial(on_ranks.read, params.find), self._borrow(params, who), turn=False))
+        pieces = Each(
+            self._call(who, partial(on_ranks.read, params.find, dtype), self._borrow(params, who), turn=False)
+        )
         some, more = partial(reading.next_bucket, who, way.send, way.same), True
         while more:
             bucket, going_on = call(self.mesh, who, some, pieces, outs=(way.out, Out.all), turn=False)
@@ -265,8 +287,9 @@ class Trainer:
                 raise TypeError(f"{who}: expected a train state (trainer.init()), found {type(state).__name__}")
             values, params = state.handle.borrow(self, who), state.params
             check_sampled(who, here)
-            weights = global_weights(loss, whole, always=always)
-            checked = checked or check_law(loss, whole, weights, always)
+            with refusing(who):
+                weights = global_weights(loss, whole, always=always)
+                checked = checked or check_law(loss, whole, weights, always)
             metrics = lag(state.version, here)
             if any(weight == 0 for weight in weights.values()):
                 state.handle.donate(self, who)
@@ -280,7 +303,7 @@ class Trainer:
             fn = partial(on_ranks.train, loss, self._split)
             donated, consume = Each([Donated(value) for value in values]), partial(state.handle.donate, self, who)
             with self._stepping:
-                new, found = self._call(who, fn, donated, weights, *shards, outs=(Out.kept, Out.first), sent=consume)
+                new, found = self._call(who, fn, donated, weights, *shards, outs=(Out.kept, Out.all), sent=consume)
             return (
                 self._state(new, state.step + 1, state.version, False, params.adapter_of),
                 found.then(partial(_of_the_step, metrics)),
@@ -290,7 +313,7 @@ class Trainer:
 
     # --- folders
 
-    def save(self, value: TrainState | Params, folder: str | Path) -> dict[str, Written]:
+    def save(self, value: TrainState | Params, folder: str | Folder) -> dict[str, Written]:
         """Write a train state or params to the last bit; `nrl.checkpoint` makes it atomic.
 
         Of an adapter on the weights that `Model` names, the adapter alone.
@@ -299,29 +322,53 @@ class Trainer:
             Every file by its name in the folder; each process hashes what it writes while it writes.
         """
         files, record = self.write(value, folder)
-        return {**files, MANIFEST: write_manifest(Path(folder), files, {".": record})}
+        return {**files, MANIFEST: write_manifest(at(folder), files, {".": record})}
 
-    def write(self, value: TrainState | Params, folder: str | Path) -> Saved:
+    def write(self, value: TrainState | Params, folder: str | Folder) -> Saved:
         """As `save`, but for the manifest, which is left to who writes that of a folder above."""
-        folder = Path(folder).absolute()
+        fn, values, folder, record = self._to_save(on_ranks.write, value, folder)
+        each: list[Saved] = from_all(self.mesh, "save", fn, self._engines, values, folder)
+        return self._written(each, folder, record)
+
+    def begin_writing(self, value: TrainState | Params, folder: str | Folder) -> Callable[[], Saved]:
+        """As `write`, but return when the values are copied: the processes go on, and write beside that.
+
+        Returns:
+            What waits for the files, in any thread, and raises what their writers raised.
+        """
+        fn, values, folder, record = self._to_save(on_ranks.begin_writing, value, folder)
+        writers, copied = self._call("save", fn, values, folder, outs=(Out.kept, Out.all))
+        copied.then(list).result()
+        return lambda: self._written(all_written(self.mesh, writers), folder, record)
+
+    def _to_save(
+        self, how: Callable[..., Any], value: TrainState | Params, folder: str | Folder
+    ) -> tuple[Callable[..., Any], Each, Folder, dict[str, Any]]:
+        """What the processes call, the values that they hold, the folder, which is there now, and the record."""
+        folder = at(folder).absolute()
         params = value._params if isinstance(value, TrainState) else value
         alone = params.adapter_of is not None
         record: dict[str, Any] = {"version": params.version, "published": params.published, "adapter": alone}
         kept = params.adapter if alone else params
-        fn, values = self._method_of(kept, "save_params", "save")
+        values, trained = self._borrow(kept, "save"), isinstance(value, TrainState)
         if isinstance(value, TrainState):
-            fn = partial(on_ranks.save, kept.find)
             record |= {"step": value.step}
         self.mesh.cluster.check_open("save")
-        folder.mkdir(parents=True, exist_ok=True)
+        make(folder)
         self.check_folder(folder, "save")
-        each: list[Saved] = from_all(self.mesh, "save", fn, self._engines, values, folder)
-        files = shared_folders.arrived(self.name, folder, [saved.files for saved in each])
         if self.model is not None and self._description:
             record["model"] = {"head": self.model.head, "dtype": self.model.dtype}
+        return partial(how, kept.find, trained), values, folder, record
+
+    def _written(self, each: Sequence[Saved], folder: Folder, record: Mapping[str, Any]) -> Saved:
+        files = shared_folders.arrived(self.name, folder, [saved.files for saved in each])
+        for path in folder.glob("*.safetensors"):
+            if path.name not in files:  # another number of processes has left it
+                path.unlink()
+        if self._description:
             files = {**files, **self._describe(folder / DESCRIPTION)}
         flush(folder)
-        return Saved(files, record | {"engine": each[0].record})
+        return Saved(files, {**record, "engine": each[0].record})
 
     @cached_property
     def _description(self) -> dict[str, bytes]:
@@ -337,22 +384,22 @@ class Trainer:
             )
             return {}
 
-    def _describe(self, folder: Path) -> dict[str, Written]:
+    def _describe(self, folder: Folder) -> dict[str, Written]:
         """Write that, with which anybody can export the weights."""
-        folder.mkdir(exist_ok=True)
+        make(folder)
         found = {
             f"{folder.name}/{name}": write_file(folder / name, [content]) for name, content in self._description.items()
         }
         flush(folder)
         return found
 
-    def restore(self, folder: str | Path) -> Any:
+    def restore(self, folder: str | Folder) -> Any:
         """The train state, or the params, that were saved there, if all of it is there.
 
         The folder is one that `save` wrote, or that of a value in a checkpoint, ``.../000050/policy``.
         """
         self.mesh.cluster.check_open("restore")
-        folder = Path(folder).absolute()
+        folder = at(folder).absolute()
         saved = saved_in(folder)
         if saved is None and (folder / "state.json").exists():
             raise CheckpointError(
@@ -365,6 +412,7 @@ class Trainer:
                 "folder above it, where that of a checkpoint is"
             )
         files, record = saved
+        check_parts(folder, files)
         check_sizes(folder, files)
         from_first(self.mesh, "restore", shared_folders.see, folder, files, turn=False)
         name = "restore" if "step" in record else "restore_params"
@@ -372,13 +420,13 @@ class Trainer:
         told = record["version"], record["published"], self.adapter if record["adapter"] else None
         return self._state(values, record["step"], *told) if "step" in record else self._params(values, *told)
 
-    def verify(self, folder: str | Path, files: Mapping[str, Written]) -> None:
+    def verify(self, folder: str | Folder, files: Mapping[str, Written]) -> None:
         """See that files that `save` returned are what was written. The processes read them, each a share."""
-        folder = Path(folder).absolute()
+        folder = at(folder).absolute()
         check_sizes(folder, files)
         from_first(self.mesh, "verify", shared_folders.check, folder, dict(files), turn=False)
 
-    def check_folder(self, folder: str | Path, who: str = "check_folder") -> None:
+    def check_folder(self, folder: str | Folder, who: str = "check_folder") -> None:
         """See that the program and all processes have a folder in common; ``who`` is how the error begins.
 
         `save` looks first, and a run at its first step.
@@ -386,13 +434,28 @@ class Trainer:
         shared_folders.check_shared(self.mesh, self.name, folder, who)
 
     def export(self, params: Params, folder: str | Path) -> None:
-        """Write Hugging Face format, with adapters added to the weights; of ``params.adapter``, peft's format."""
+        """Write Hugging Face format, with adapters added to the weights; of ``params.adapter``, peft's format.
+
+        The first process writes it, or this program does, where they do not share the folder.
+
+        Raises:
+            CheckpointError: they do not, and it is peft's format, or only the engine knows the model.
+        """
         folder = Path(folder).absolute()
         fn, values = self._method_of(params, "export", "export")
         self.mesh.cluster.check_open("export")
         folder.mkdir(parents=True, exist_ok=True)
+        apart = shared_folders.apart(self.mesh, folder)
+        if apart is not None and self.model is not None and self._description and params.whole:
+            with TemporaryDirectory() as described:
+                for name, content in self._description.items():
+                    (Path(described) / name).write_bytes(content)
+                dtype = getattr(torch, self.model.dtype)
+                export_described(params.tensors("export"), Path(described), self.model.head, dtype, folder)
+            return
         from_all(self.mesh, "export", fn, self._engines, values, folder)
-        shared_folders.check_exported(self.mesh, folder)
+        if apart is not None:
+            raise shared_folders.lies_there(folder, apart)
 
     # --- calls
 
@@ -427,6 +490,8 @@ def _in_order(who: str, rows: list[Tensor], results: list[Tensor | list[Tensor]]
 
 
 def _of_the_step(metrics: Metrics, results: list[Metrics]) -> Metrics:
-    (found,) = results
+    told = reduce(merge, results)  # the first process has the metrics of all; each has what it took of its device
+    measured.add({key: x for key, x in told.items() if key.startswith(PREFIX)})
+    found = without(PREFIX, told)
     whole = Mean(found["loss"][0], torch.ones(()))  # its parts have been added up: over steps it is a mean
     return metrics | found | {"loss": whole, "skipped": Sum(torch.tensor(0.0))}

@@ -60,6 +60,7 @@ _OURS = {
     "weight_transfer_config",
 }
 _ON_CPU = {
+    "block_size": 32,  # tokens of a block of keys and values; vLLM's is 128 here, and a publish fills one to check it
     "enforce_eager": True,
     "enable_chunked_prefill": False,  # it would rewind a row's random numbers, and a CPU's generator cannot
 }
@@ -92,7 +93,8 @@ def check(place: Slots | Mesh, name: str | Executable, options: Mapping[str, Any
             "with routes=True that they return the experts of each token"
         )
     wanted = executable(place.executable if isinstance(place, Mesh) else name)
-    if place.cluster.remote and not place.cluster.gpus and "vllm" in wanted.extras:
+    slots = place.slots if isinstance(place, Mesh) else place
+    if place.cluster.remote and not slots.gpus and "vllm" in wanted.extras:
         raise PlacementError(_NO_GPU)
     if routes and "vllm-cpu" in wanted.extras:
         raise ConfigError(_NO_ROUTES)

@@ -30,6 +30,7 @@ from nrl.runtime.transfer import has_checksum
 __all__ = ["VllmEngine"]
 
 _SOON, _LATEST = 0.02, 0.03  # seconds of decoding until it returns with finished requests, or without any
+_ON_A_GPU = 3  # times as long: a step takes some 10 ms whatever it decodes, and a look for requests between two is idle
 _COLDEST = 0.01  # vLLM's own bound
 _MORE = "; give a smaller max_model_len, or more memory with kv_cache_memory_bytes or gpu_memory_utilization"
 _NO_ROOM = "KV cache is needed", "No available memory for the cache"  # how vLLM says so
@@ -74,6 +75,11 @@ class VllmEngine:
             self._adapter.begin(self._engine)
         self.context_length = min(int(config.max_model_len), int(tokenizer.model_max_length))
         self.vocabulary = int(config.get_vocab_size())
+        self._times = _ON_A_GPU if torch.cuda.is_available() else 1
+        self.matrices: torch.dtype | None = None
+        if self._adapter is None:
+            alike: list[bool] = self._engine.apply_model(partial(weight_loading.all_of, config.dtype))
+            self.matrices = config.dtype if all(alike) else None
 
     def advance(
         self, requests: Sequence[Request], cancelled: Sequence[int]
@@ -90,7 +96,7 @@ class VllmEngine:
         began = time.monotonic()
         while self._engine.has_unfinished_requests():
             found += [(int(each.request_id), _answer(each, self._routed)) for each in self._engine.step()]
-            if tensor_parallel.agreed(time.monotonic() - began > (_SOON if found else _LATEST)):
+            if tensor_parallel.agreed(time.monotonic() - began > self._times * (_SOON if found else _LATEST)):
                 break
         for number in [*cancelled, *(number for number, _ in found)]:
             self._asked.pop(number, None)
@@ -120,6 +126,7 @@ class VllmEngine:
             seed=int(request.seed) & (2**63 - 1),  # -1 is none for vLLM
             stop_token_ids=[*self._stops, *sampling.stop_token_ids],
             logprobs=0,  # of the sampled token alone
+            flat_logprobs=True,  # lists of numbers, in place of an object for each token
             stop=list(sampling.stop),
             detokenize=bool(sampling.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -252,7 +259,9 @@ def _answer(finished: Any, routed: RoutedExperts | None) -> Decoded | Exception:
 
 def _decoded(output: Any) -> Decoded:
     ids = [int(token) for token in output.token_ids]
-    logprobs = [position[token].logprob for token, position in zip(ids, output.logprobs, strict=True)]
+    flat = output.logprobs
+    assert [flat.token_ids[at] for at in flat.start_indices] == ids  # that of the sampled token comes first
+    logprobs = [flat.logprobs[at] for at in flat.start_indices]
     versions = torch.empty(len(ids), dtype=torch.int64)
     for span in output.weight_versions:
         versions[span.start : span.end] = int(span.version)

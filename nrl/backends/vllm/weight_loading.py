@@ -10,6 +10,7 @@ from nrl.errors import GenerationError, WeightMismatch
 from nrl.runtime.transfer import checksum
 
 __all__ = [
+    "all_of",
     "check_forgotten",
     "check_head",
     "check_held",
@@ -91,6 +92,17 @@ def check_head(model: Any) -> None:
             "receive: the head is tied to the embeddings, and vLLM computes it from older ones: the layout of its "
             "weights is stale. Where nrl does not know this version of vLLM, give executable= one that it does"
         )
+
+
+def all_of(dtype: torch.dtype, model: torch.nn.Module) -> bool:
+    """Whether a model keeps all its matrices in a dtype; some keep routers, or quantized layers, in another.
+
+    Where vLLM has laid a matrix out for a kernel, an empty vector is left of it.
+
+    >>> all_of(torch.bfloat16, torch.nn.Linear(2, 2)), all_of(torch.bfloat16, torch.nn.LayerNorm(2))
+    (False, True)
+    """
+    return all(each.dtype == dtype for each in model.parameters() if each.ndim > 1 or not each.numel())
 
 
 def fingerprint(tensor: Tensor, dtype: torch.dtype) -> tuple[torch.Size, int]:

@@ -17,6 +17,7 @@ from nrl.runtime.executables.recipes import recipe
 from nrl.runtime.executables.registry import Executable
 from nrl.runtime.node.building import provide
 from nrl.runtime.node.environments import sources
+from nrl.runtime.ports import first_free
 from nrl.runtime.threads import Daemons
 
 __all__ = ["Supervisor", "free_port", "listen"]
@@ -34,7 +35,10 @@ def listen(where: str, host: str, port: int) -> socket.socket:
         ConfigError: the port is taken, or the host is not of this machine.
     """
     try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        if port == 0:
+            return first_free(lambda free: socket.create_server((host, free), family=family))
+        return socket.create_server((host, port), family=family)
     except OSError as error:
         if port and isinstance(error, OSError) and "in use" in str(error.strerror):
             raise ConfigError(

@@ -13,6 +13,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from nrl.envs.gym.once import Refused
+from nrl.runtime.ports import first_free
 
 __all__ = ["SLOWEST", "Listener", "listening", "many_files"]
 
@@ -28,7 +29,7 @@ def listening(host: str, port: int, who: str) -> socket.socket:
 
     Args:
         host: a name or an address.
-        port: 0: any that is free.
+        port: 0: any that is free, of ``NRL_PORTS`` if that is set.
         who: asks, for the message.
 
     Raises:
@@ -38,19 +39,22 @@ def listening(host: str, port: int, who: str) -> socket.socket:
     ...     made.getsockname()[0]
     '127.0.0.1'
     """
-    made: socket.socket | None = None
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        made = socket.socket(family, kind, protocol)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
-        made.listen(_BACKLOG)
+        return first_free(lambda free: _bound(host, free)) if port == 0 else _bound(host, port)
     except OSError as error:
-        if made is not None:
-            made.close()
         raise OSError(
             error.errno, f"{who}: cannot listen at {host}:{port}: {os.strerror(error.errno or 0)}; give another port"
         ) from None
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with contextlib.ExitStack() as unless:
+        made = unless.enter_context(socket.socket(family, kind, protocol))
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+        made.listen(_BACKLOG)
+        unless.pop_all()
     return made
 
 

@@ -15,7 +15,7 @@ from nrl.envs.pools.processes import Child, Process, Python, here
 from nrl.errors import EnvError
 from nrl.runtime.executables.registry import Executable
 from nrl.runtime.executables.registry import executable as registered
-from nrl.runtime.threads import cores
+from nrl.runtime.node.cgroups import cores
 
 if TYPE_CHECKING:
     from nrl.runtime.mesh.placement import Mesh

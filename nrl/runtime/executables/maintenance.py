@@ -14,15 +14,18 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from nrl.errors import ExecutableError, NrlError
+from nrl.runtime.executables.locks import project
 from nrl.runtime.executables.recipes import recipe
 from nrl.runtime.executables.registry import EXECUTABLES
 from nrl.runtime.node.building import provide
 from nrl.runtime.node.environments import (
     INVENTORY,
+    Recipe,
     default_folder,
     difference,
     inventories,
     inventory_of,
+    likeness,
     sources,
     usable,
     used,
@@ -108,25 +111,53 @@ def check(names: Iterable[str] = (), *, folder: Path | None = None, say: Callabl
     well = True
     for name in list(names) or there:
         wanted = recipe(name, folder=folder)
-        env = folder / wanted.name
+        env, here, build = folder / wanted.name, project().root, f"`nrl venvs build {name}`"
         others = [other for other, each in found.items() if each["executable"] == name]
         if wanted.interpreter is not None:
             say(f"{name}: is {wanted.interpreter}, and needs no environment")
         elif env in found:
-            wrong = _wrong_packages(env)
-            say(f"{env.name}: {wrong or 'is complete, and is what the lock and the source say'}")
-            well = well and not wrong
+            wrong, other = _wrong_packages(env), _other_sources(wanted, folder, here)
+            say(f"{env.name}: " + (wrong or f"is complete, and is what the lock {other or 'and the source say'}"))
+            well = well and not wrong and not (other and _read_only(folder))
         elif others:
-            nearest = max(others, key=lambda other: (other / INVENTORY).stat().st_mtime)
+            nearest = max(others, key=lambda other: likeness(found[other], wanted.inventory))
             say(
-                f"{wanted.name}: is not in {folder}; {nearest.name} is, but differs: "
-                f"{difference(found[nearest], wanted.inventory)}. Build it with `nrl venvs build {name}`"
+                f"{wanted.name}: is not in {folder}, which has {nearest.name}, built {found[nearest]['built']}. What "
+                f"that one has -> what the lock and the source of {here} have: "
+                f"{difference(found[nearest], wanted.inventory)}. Build what is missing with {build}, or go back to "
+                "the lock and the source that the other one was made from"
             )
             well = False
         else:
-            say(f"{wanted.name}: is not in {folder}. Build it with `nrl venvs build {name}`")
+            say(f"{wanted.name}: is not in {folder}. Build it with {build}")
             well = False
     return well
+
+
+def _other_sources(wanted: Recipe, folder: Path, here: Path) -> str:
+    """How the sources beside an environment differ from those of this process, in words; empty: they are there."""
+    lacking = [name for name in wanted.sources if inventory_of(folder / ".sources" / name) is None]
+    if not lacking:
+        return ""
+    found = [each for each in folder.glob(".sources/*") if inventory_of(each) is not None]
+    there = [each.name for each in sorted(found, key=lambda each: each.stat().st_mtime)]
+    words = list[str]()
+    for name in lacking:
+        package = f"{name.rsplit('-', 2)[0]}-"
+        others = [each for each in there if each.startswith(package)]
+        more = f" nor one of {len(others) - 1} others" if len(others) > 1 else ""
+        words.append(f"{name}, and not {others[-1] + more if others else f'in {folder}'}")
+    then = (
+        f"{folder} cannot be written, so a program that starts will fail: set NRL_VENV_DIR to a copy that can, or go "
+        "back to that source"
+        if _read_only(folder)
+        else "a program that starts puts it there, and builds nothing"
+    )
+    return f"says; the source of {here} is {', '.join(words)}: {then}"
+
+
+def _read_only(folder: Path) -> bool:
+    return not os.access(folder, os.W_OK)
 
 
 def prune(
@@ -220,9 +251,11 @@ def _wrong_packages(env: Path) -> str:
         for name in expected.keys() & there.keys()
         if inventory[name]["source"] != "url" and there[name] != expected[name]
     ]
-    site = next(env.glob("lib/python*/site-packages"))
-    for distribution in distributions(path=[str(site)]):
-        gone = [file for file in distribution.files or () if not Path(str(file.locate())).exists()]
+    site = str(next(env.glob("lib/python*/site-packages")))
+    files = {f"{folder}/{file}" for folder, _, names in os.walk(site) for file in names}  # one by one takes seconds
+    for distribution in distributions(path=[site]):
+        paths = [(file, f"{site}/{file}") for file in distribution.files or ()]
+        gone = [file for file, path in paths if path not in files and not Path(path).exists()]
         if gone:
             wrong.append(f"{distribution.name} lacks {len(gone)} of its files, such as {gone[0]}")
     again = "; build it again with NRL_FORCE_REBUILD_VENVS=1 or remove it"

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 from tensordict import TensorDict
 
 from nrl.batch import unchanged
-from nrl.runtime.mesh.placement import Mesh, Out
+from nrl.runtime.mesh.placement import Mesh
+from nrl.runtime.mesh.processes import Out
 
 __all__ = ["Each", "call", "from_all", "from_first", "method", "only", "watched"]
 
@@ -31,7 +32,7 @@ def call(
     turn: bool = True,
     sent: Callable[[], object] | None = None,
 ) -> Any:
-    """Call ``fn`` in each process; its result, or one for each of ``outs``: see `nrl.runtime.mesh.placement.Processes`.
+    """Call ``fn`` in each process; its result, or one for each of ``outs``: see `nrl.runtime.mesh.processes.Processes`.
 
     >>> from nrl.runtime import cluster
     >>> with cluster("local") as here:

@@ -1,19 +1,17 @@
-"""The process that a function runs in: its rank, its device mesh, and values that leave its device."""
+"""The process that a function runs in: its rank and its device mesh."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol, runtime_checkable
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import attrs
-import torch
-from torch import nn
 
 from nrl.errors import PlacementError
-from nrl.runtime.mesh.placement import Out
+from nrl.runtime.mesh.processes import Out
 
-__all__ = ["Process", "Rests", "entered", "perform", "process", "rest", "wake"]
+__all__ = ["Process", "entered", "idle", "perform", "process"]
 
 
 @attrs.frozen
@@ -77,7 +75,13 @@ def perform(who: str, fn: Callable[..., Any], args: Sequence[Any], outs: Out | t
     Raises:
         PlacementError: it returned another number of results.
     """
-    result = fn(*args)
+    begun = time.perf_counter()
+    since, _ = _CALLS.setdefault(process().mesh, (begun, 0.0))
+    try:
+        result = fn(*args)
+    finally:
+        since, spent = _CALLS[process().mesh]  # the call itself may have asked for `idle`
+        _CALLS[process().mesh] = since, spent + time.perf_counter() - max(begun, since)
     if isinstance(outs, Out):
         return [result]
     if not isinstance(result, tuple) or len(result) != len(outs):
@@ -85,39 +89,25 @@ def perform(who: str, fn: Callable[..., Any], args: Sequence[Any], outs: Out | t
     return list(result)
 
 
-@runtime_checkable
-class Rests(Protocol):
-    """A value on a mesh that can leave its device while another mesh works there."""
-
-    def rest(self) -> None:
-        """Move to the memory of the host."""
-        ...
-
-    def wake(self) -> None:
-        """Move back."""
-        ...
+_CALLS: dict[str, tuple[float, float]] = {}
+"""By mesh: since when calls are counted, and the seconds that calls have taken since then."""
 
 
-def rest(value: Any) -> None:
-    """Move a value to the memory of the host, if it satisfies `Rests` or is a module."""
-    if isinstance(value, Rests):
-        value.rest()
-    elif isinstance(value, nn.Module) and (device := _device(value)).type != "cpu":
-        _AWAY[value] = device
-        value.to("cpu")
+def idle(begun: float, now: float) -> tuple[float, float]:
+    """How long this process had no call of its mesh to run, since this was asked before, or since its first call.
 
+    Args:
+        begun: when the call that asks began, by `time.perf_counter`.
+        now: the time.
 
-def wake(value: Any) -> None:
-    """Move a value back to where it was before `rest`."""
-    if isinstance(value, Rests):
-        value.wake()
-    elif isinstance(value, nn.Module) and value in _AWAY:
-        value.to(_AWAY.pop(value))
+    Returns:
+        Seconds without a call, and all seconds.
 
-
-_AWAY: WeakKeyDictionary[nn.Module, torch.device] = WeakKeyDictionary()
-
-
-def _device(module: nn.Module) -> torch.device:
-    found = next(module.parameters(), None)
-    return torch.device("cpu") if found is None else found.device
+    >>> idle(3.0, 5.0)  # no call was counted before
+    (0.0, 2.0)
+    >>> idle(9.0, 10.0)
+    (4.0, 5.0)
+    """
+    since, spent = _CALLS.get(process().mesh, (begun, 0.0))
+    _CALLS[process().mesh] = now, 0.0
+    return max(0.0, max(begun, since) - since - spent), now - since

@@ -7,7 +7,8 @@ after its donation is an error, as it is in JAX.
 from collections.abc import Sequence
 
 from nrl.errors import ConsumedState, ForeignState
-from nrl.runtime.mesh.placement import Mesh, Value
+from nrl.runtime.mesh.placement import Mesh
+from nrl.runtime.mesh.processes import Value
 
 __all__ = ["Handle"]
 

@@ -5,6 +5,7 @@ that a unit test shows a mistake of layout. Calls are done when they return; sub
 """
 
 import math
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -19,7 +20,8 @@ from nrl.errors import PlacementError
 from nrl.runtime.executables.registry import Executable, check_importable
 from nrl.runtime.mesh.current_process import Process, entered, perform
 from nrl.runtime.mesh.futures import Future, Submitted, done
-from nrl.runtime.mesh.placement import Cluster, Donated, Mesh, Out, Processes, Rows, Slots, Strategy, Value
+from nrl.runtime.mesh.placement import Cluster, Kind, Mesh, Slots, Strategy
+from nrl.runtime.mesh.processes import Donated, Out, Processes, Rows, Value
 from nrl.runtime.mesh.submitting import SIDE_BY_SIDE, Desk, Helper, Task
 from nrl.runtime.threads import Daemons
 from nrl.runtime.trace import profiles, timeline
@@ -45,11 +47,28 @@ class LocalCluster(Cluster):
         self._reserved, self._deadline = 0, deadline
         self._desks: WeakSet[Desk] = WeakSet()
 
-    def reserve(self, n: int, *, strategy: Strategy = "PACK", deadline: float | None = None) -> Slots:
+    def reserve(
+        self,
+        n: int,
+        *,
+        strategy: Strategy | None = None,
+        per_host: int | None = None,
+        kind: Kind | None = None,
+        least: int | None = None,
+        deadline: float | None = None,
+    ) -> Slots:
         """Number ``n`` places in this process."""
-        self.check_count(n)
+        self.check_reserve(n, strategy, per_host, kind, least)
         first, self._reserved = self._reserved, self._reserved + n
         return Slots(self, tuple(range(first, first + n)))
+
+    def hosts(self, indices: Sequence[int]) -> tuple[str, ...]:
+        """This one."""
+        return (socket.gethostname(),) * len(indices)
+
+    def are_gpus(self, indices: Sequence[int]) -> bool:
+        """No: they are places in one process, whatever device that works on."""
+        return False
 
     def start(self, mesh: Mesh, executable: Executable) -> Processes:
         """Check that this process can import what the executable is for."""

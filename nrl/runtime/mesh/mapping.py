@@ -20,7 +20,8 @@ from nrl.reduce import Ess, Max, Mean, Metrics, Min, Sum, merge
 from nrl.runtime.mesh.calling import only, watched
 from nrl.runtime.mesh.futures import Coming, on_its_way
 from nrl.runtime.mesh.handles import Handle
-from nrl.runtime.mesh.placement import Donated, Mesh, Out, Rows
+from nrl.runtime.mesh.placement import Mesh
+from nrl.runtime.mesh.processes import Donated, Out, Rows
 
 __all__ = ["P", "Spec", "donated", "merged", "microbatched", "resident", "shard_map"]
 

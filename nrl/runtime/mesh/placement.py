@@ -6,152 +6,31 @@ each of them. Everything above, from `nrl.shard_map` to a trainer, uses these tw
 
 import itertools
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from enum import Enum
-from typing import Any, Literal, Protocol
+from concurrent import futures
+from functools import partial
+from typing import Any, Literal, get_args
 
 import attrs
-import torch
-from tensordict import TensorDict
-from torch import Tensor
 
 from nrl.algos import name_of
-from nrl.batch.ragged import take
 from nrl.errors import ClosedCluster, PlacementError
+from nrl.log.waits import wait_for
 from nrl.runtime.executables.registry import Executable
 from nrl.runtime.executables.registry import executable as find
-from nrl.runtime.mesh.futures import Future, Submitted
+from nrl.runtime.mesh.futures import Submitted
 from nrl.runtime.mesh.layout import Layout
+from nrl.runtime.mesh.processes import Processes
 
-__all__ = [
-    "Cluster",
-    "Donated",
-    "Mesh",
-    "Out",
-    "Processes",
-    "Results",
-    "Rows",
-    "Slots",
-    "Strategy",
-    "Value",
-    "as_mesh",
-]
+__all__ = ["Cluster", "Kind", "Mesh", "Slots", "Strategy", "as_mesh"]
 
 type Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 
+type Kind = Literal["gpu", "cpu"]
+"""What a slot is: a GPU and a CPU, or a CPU alone."""
+
 _NUMBERS = itertools.count()
-
-
-class Out(Enum):
-    """How a result of a function that runs in each process comes back."""
-
-    kept = "kept"  # it stays where it is; the driver holds a `Value` for each process
-    each = "each"  # for every shard, in their order, from the rank that speaks for it; see `Layout.speaker`
-    all = "all"  # from every rank, in their order
-    same = "same"  # once, and it is checked that all have the same
-    first = "first"  # from the rank that speaks for the first shard
-
-
-class Value(Protocol):
-    """A name, on the driver, of a value that lives in a process."""
-
-
-@attrs.frozen
-class Donated:
-    """An argument: a value that the call consumes unless it fails."""
-
-    value: Value
-
-
-@attrs.frozen(eq=False)
-class Rows:
-    """An argument: some rows of a tensor or batch, locked if it is one.
-
-    >>> import torch
-    >>> Rows(torch.arange(3) + 10, torch.tensor([2, 0])).open().tolist()
-    [12, 10]
-    """
-
-    whole: Tensor | TensorDict
-    index: Tensor
-
-    def open(self) -> Tensor | TensorDict:
-        """The rows themselves."""
-        part: Tensor | TensorDict = take(self.whole, self.index)
-        return part.lock_() if isinstance(part, TensorDict) else part
-
-    def are_all(self) -> bool:
-        """Whether these are all rows in their order, so that ``whole`` will do."""
-        return len(self.index) == len(self.whole) and torch.equal(self.index, torch.arange(len(self.whole)))
-
-
-class Results(Protocol):
-    """Results on their way from processes, for one of the `Out` of a call."""
-
-    def then[T](
-        self, combine: Callable[[list[Any]], T], rows: Sequence[Tensor] | None = None, like: Tensor | None = None
-    ) -> Future[T]:
-        """A future of ``combine(results)``; it may run in this process or in another.
-
-        Args:
-            combine: makes the value of the list of results.
-            rows: which rows of the value each result holds, where ``combine`` puts rows in order, in new memory.
-            like: stands for the value; see `nrl.runtime.mesh.futures.Coming`.
-        """
-        ...
-
-
-class Processes(Protocol):
-    """The processes of a mesh."""
-
-    @property
-    def count(self) -> int:
-        """How many there are."""
-        ...
-
-    @property
-    def ended(self) -> bool:
-        """Whether they are gone, since one died or a call exceeded its deadline."""
-        ...
-
-    def end(self, why: BaseException) -> None:
-        """Kill them, unless they are this process; from now on calls raise ``why``."""
-        ...
-
-    def call(
-        self,
-        who: str,
-        fn: Callable[..., Any],
-        args: Sequence[Sequence[Any]],
-        outs: Out | tuple[Out, ...],
-        *,
-        turn: bool = True,
-        sent: Callable[[], object] | None = None,
-    ) -> list[Any]:
-        """Call ``fn`` in each process, with that process's arguments.
-
-        Args:
-            who: how errors name the call.
-            fn: what to call.
-            args: a list of arguments for each process: plain values, a `Value` (borrowed) or `Donated`, `Rows`, and
-                futures of other meshes (`nrl.runtime.mesh.futures.Coming`) or parts of them. One process that stands
-                for many calls ``fn`` with each list in turn.
-            outs: one for each result if ``fn`` returns a tuple, else one.
-            turn: whether this mesh takes its turn on devices that it shares with others: their values leave the
-                devices, and its own come back. False: all values stay where they are.
-            sent: called once the call cannot be taken back, before the handler of a signal can run. Whoever donates a
-                value marks it here as consumed.
-
-        Returns:
-            For each of ``outs``, a list of `Value` where it is kept, else `Results`.
-        """
-        ...
-
-    def submit(
-        self, who: str, fn: Callable[..., Any], args: Sequence[Any], rank: int | None, deadline: float | None
-    ) -> Submitted[Any]:
-        """Call ``fn`` beside one process, and beside its calls; see `Mesh.submit`."""
-        ...
 
 
 class Cluster(ABC):
@@ -166,25 +45,56 @@ class Cluster(ABC):
     remote = False
     """Whether its meshes have processes of their own, other than this one."""
 
-    gpus = False
-    """Whether its slots are GPUs."""
-
     def __init__(self, name: str) -> None:
         self.name, self.open = name, True
+        self._held: list[futures.Future[Any]] = []
+
+    def hold(self, work: "futures.Future[Any]") -> None:
+        """Keep processes alive until this has ended: it needs them, and its errors are told elsewhere."""
+        self._held = [*(each for each in self._held if not each.done()), work]
+
+    def settle(self) -> None:
+        """Wait until all that `hold` knows has ended; called when the ``with`` block is left, also after an error."""
+        while self._held:
+            wait_for(self._held.pop(), partial("cluster '{0}': waiting for a checkpoint ({1:.0f} s)".format, self.name))
 
     @abstractmethod
-    def reserve(self, n: int, *, strategy: Strategy = "PACK", deadline: float | None = None) -> "Slots":
-        """Reserve ``n`` slots, each of which holds one process of a mesh.
+    def reserve(
+        self,
+        n: int,
+        *,
+        strategy: Strategy | None = None,
+        per_host: int | None = None,
+        kind: Kind | None = None,
+        least: int | None = None,
+        deadline: float | None = None,
+    ) -> "Slots":
+        """Reserve ``n`` slots, each of which holds one process of a mesh. Slots of one host follow one another.
 
         Args:
-            n: how many; a GPU each, or a CPU each where there is none.
-            strategy: of Ray's placement groups: slots on few nodes or spread over them, preferably or strictly.
+            n: how many.
+            strategy: of Ray's placement groups: slots on few nodes or spread over them, preferably or strictly; None:
+                on few (``"PACK"``).
+            per_host: so many on each host, and on the last one what is left; instead of ``strategy``. This process,
+                ``local``, stands for all hosts.
+            kind: ``"gpu"``: a GPU and a CPU each, also if they have yet to join; ``"cpu"``: a CPU each; None: GPUs if
+                the cluster has any by the time that the slots are there, else CPUs.
+            least: take fewer slots, but so many, where ``n`` are not to be had within a minute, as after a host was
+                lost; None: all or none.
             deadline: seconds to wait for the slots; None: the cluster's.
 
         Raises:
-            PlacementError: ``n`` is not positive, or the cluster does not have so many.
+            PlacementError: an argument is not one of those, or the cluster does not have so many.
             ClosedCluster: the cluster has been left.
         """
+
+    @abstractmethod
+    def hosts(self, indices: Sequence[int]) -> tuple[str, ...]:
+        """The host of each slot; `Slots.hosts` calls it."""
+
+    @abstractmethod
+    def are_gpus(self, indices: Sequence[int]) -> bool:
+        """Whether slots are GPUs; `Slots.gpus` calls it."""
 
     @abstractmethod
     def start(self, mesh: "Mesh", executable: Executable) -> Processes:
@@ -214,14 +124,30 @@ class Cluster(ABC):
         if not self.open:
             raise self.left(who)
 
-    def check_count(self, n: int) -> None:
-        """Raise if nobody can reserve ``n`` slots here."""
+    def check_reserve(
+        self, n: int, strategy: Strategy | None, per_host: int | None, kind: Kind | None, least: int | None
+    ) -> None:
+        """Raise if no cluster can reserve slots by these arguments of `reserve`."""
         self.check_open("reserve")
         if n < 1:
             raise PlacementError(f"reserve: n is {n}; reserve at least one slot")
+        if strategy not in (None, *get_args(Strategy.__value__)):
+            raise PlacementError(
+                f"reserve: strategy={strategy!r} is unknown; choose from {', '.join(get_args(Strategy.__value__))}"
+            )
+        if kind not in (None, *get_args(Kind.__value__)):
+            raise PlacementError(f"reserve: kind={kind!r} is unknown; choose 'gpu' or 'cpu', or leave it out")
+        if per_host is not None and per_host < 1:
+            raise PlacementError(f"reserve: per_host is {per_host}; give the number of slots on each host")
+        if least is not None and not 1 <= least <= n:
+            raise PlacementError(f"reserve: least is {least}; give a number from 1 to n={n}")
+        if per_host is not None and strategy is not None:
+            raise PlacementError(
+                f"reserve: strategy='{strategy}' and per_host={per_host} both say where slots lie; leave one out"
+            )
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class Slots:
     """Reserved places. Slicing gives disjoint slots (disaggregated); the same slots twice are colocated.
 
@@ -235,6 +161,22 @@ class Slots:
 
     cluster: Cluster
     indices: tuple[int, ...]
+
+    def __repr__(self) -> str:
+        on = defaultdict[str, list[int]](list)
+        for index, host in zip(self.indices, self.hosts, strict=True):
+            on[host].append(index)
+        return f"Slots({'; '.join(f'{", ".join(map(str, slots))} on {host}' for host, slots in on.items())})"
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The host of each slot: its address on Ray; on the local cluster the name of this host."""
+        return self.cluster.hosts(self.indices)
+
+    @property
+    def gpus(self) -> bool:
+        """Whether each of them is a GPU of its own on the cluster."""
+        return self.cluster.are_gpus(self.indices)
 
     def __len__(self) -> int:
         return len(self.indices)

@@ -27,6 +27,7 @@ from nrl.runtime.node.environments import (
     here,
     inventories,
     inventory_of,
+    likeness,
     mark_used,
     package_of,
     sources,
@@ -185,23 +186,27 @@ def _paragraph(recipe: Recipe, other: Path) -> str:
     found = inventory_of(other) or {}
     return (
         f"{recipe.name} is not in {other.parent}. The nearest there is {other.name}, built "
-        f"{found.get('built', 'once')}; since then there have changed: {difference(found, recipe.inventory)}. Only "
-        f"that is built now. To find it ready, run `nrl venvs build {recipe.executable}` where that folder or image is "
-        "made; to use what is there, go back to the lock and the source that it was made from."
+        f"{found.get('built', 'once')}. What that one has -> what the program's lock and source have: "
+        f"{difference(found, recipe.inventory)}. Only that is built now. To find it ready, run `nrl venvs build "
+        f"{recipe.executable}` where that folder or image is made; to use what is there, go back to the lock and the "
+        "source that it was made from."
     )
 
 
 def _nearest(recipe: Recipe, place: Path) -> tuple[Path | None, set[str], list[str]]:
     """The environment that shares most packages with the recipe, at least half; these packages; those to uninstall."""
     packages = recipe.inventory["packages"]
-    best: tuple[Path | None, set[str], list[str]] = (None, set(), [])
-    most = (len(packages) - 1) // 2
-    for env, found in inventories(place).items():
-        if not recipe.force and all(found.get(key) == recipe.inventory[key] for key in ("python", "platform")):
-            shared = {name for name in packages if found["packages"].get(name) == packages[name]}
-            if len(shared) > most:
-                best, most = (env, shared, sorted(found["packages"].keys() - shared)), len(shared)
-    return best
+    able = {
+        env: found
+        for env, found in inventories(place).items()
+        if not recipe.force and all(found.get(key) == recipe.inventory[key] for key in ("python", "platform"))
+    }
+    nearest = max(able, key=lambda env: likeness(able[env], recipe.inventory), default=None)
+    there = able[nearest]["packages"] if nearest is not None else {}
+    shared = {name for name in packages if there.get(name) == packages[name]}
+    if 2 * len(shared) < len(packages):
+        return None, set(), []
+    return nearest, shared, sorted(there.keys() - shared)
 
 
 def _cloned(old: Path, new: Path) -> bool:

@@ -23,6 +23,7 @@ __all__ = [
     "hold",
     "inventories",
     "inventory_of",
+    "likeness",
     "mark_used",
     "package_of",
     "sources",
@@ -152,6 +153,23 @@ def inventories(folder: Path) -> dict[Path, dict[str, Any]]:
         return {}
     envs = [env for env in sorted(folder.iterdir()) if not env.name.startswith(".") and usable(env)]
     return {env: found for env in envs if (found := inventory_of(env)) is not None}
+
+
+def likeness(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> tuple[int, int, str]:
+    """How near an inventory is to another one: equal packages, then packages of one name, then when it was built.
+
+    Without the second, which of two environments is near would be a matter of their names, where both have all packages
+    but one, and one of them has that in another version.
+
+    >>> new = {"packages": {"numpy": "2.3", "cowsay": "6.1"}}
+    >>> without = {"packages": {"numpy": "2.3"}, "built": "2026-11-22T08:09:49Z"}
+    >>> older = {"packages": {"numpy": "2.3", "cowsay": "5.0"}, "built": "2026-11-21T08:09:49Z"}
+    >>> likeness(without, new), likeness(older, new)
+    ((1, 1, '2026-11-22T08:09:49Z'), (1, 2, '2026-11-21T08:09:49Z'))
+    """
+    there, packages = found["packages"], wanted["packages"]
+    equal = sum(there.get(name) == each for name, each in packages.items())
+    return equal, len(there.keys() & packages.keys()), str(found.get("built", ""))
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any], most: int = 6) -> str:

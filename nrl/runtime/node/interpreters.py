@@ -10,11 +10,11 @@ import importlib.metadata, importlib.util, sys
 missing = [name for name in ("ray", "torch") if importlib.util.find_spec(name) is None]
 if missing:
     sys.exit("it cannot import " + " and ".join(missing))
-print(*sys.version_info[:2], importlib.metadata.version("ray"))
+print(*sys.version_info[:2], *map(importlib.metadata.version, ("ray", "torch")))
 """
 
 
-def fault(python: str, version: tuple[int, int], ray: str, deadline: float = 60.0) -> str:
+def fault(python: str, version: tuple[int, int], ray: str, torch: str | None = None, deadline: float = 60.0) -> str:
     """Why an interpreter cannot run a process of a mesh; empty if no reason was found.
 
     Where an interpreter ends at once, Ray starts it again and again, and says nothing. Importing torch here would
@@ -25,6 +25,7 @@ def fault(python: str, version: tuple[int, int], ray: str, deadline: float = 60.
         python: the path of the interpreter.
         version: the driver's major and minor version of Python, which has to be the interpreter's.
         ray: the driver's version of Ray, likewise.
+        torch: the driver's version of torch, likewise; None: another may do.
         deadline: seconds for the answer.
 
     >>> import sys
@@ -44,7 +45,9 @@ def fault(python: str, version: tuple[int, int], ray: str, deadline: float = 60.
         if wrote.startswith("it cannot import"):
             return wrote
         return f"it ended with exit code {run.returncode}" + (f" and wrote: {wrote}" if wrote else "")
-    found = run.stdout.split()[-3:]
+    found = run.stdout.split()[-4:]
     if found[:2] != [str(part) for part in version]:
         return f"it is Python {'.'.join(found[:2])}, and the driver Python {'.'.join(map(str, version))}"
-    return "" if found[2] == ray else f"it has Ray {found[2]}, and the driver Ray {ray}"
+    if found[2] != ray:
+        return f"it has Ray {found[2]}, and the driver Ray {ray}"
+    return "" if torch in (None, found[3]) else f"it has torch {found[3]}, and the driver torch {torch}"

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from nrl.batch.columns import declared, declaring
 from nrl.batch.handles import without_handles
 from nrl.errors import ForeignState, MutatedBatch
-from nrl.runtime.mesh.placement import Donated, Rows
+from nrl.runtime.mesh.processes import Donated, Rows
 from nrl.runtime.ray.calls import Call, Ref
 from nrl.runtime.ray.held_columns import column_of, handles_in, opened
 from nrl.runtime.ray.messages import FUNCTIONS, Argument

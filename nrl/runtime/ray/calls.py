@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nrl.errors import DeadlineExceeded, LostActor, MutatedBatch, PlacementError
 from nrl.log.waits import SILENCE, wait_until
 from nrl.runtime.mesh.local import DIFFER
-from nrl.runtime.ray.deaths import cause, error_of, is_death, lost, raised
+from nrl.runtime.ray.deaths import cause, error_of, is_death, is_of_a_lost_value, lost, raised
 from nrl.runtime.ray.messages import NeverMade, Receipt
 from nrl.runtime.trace import timeline
 
@@ -117,9 +117,19 @@ class Call:
                 f"{self.who}: a result is ready on mesh '{self.actors.name}', but did not arrive within {timeout:g} s"
             ) from None
         except ray.exceptions.RayError as error:  # the node that held a result is gone
-            death = LostActor(self.who, self.actors.name, None, "?", cause(error))
+            death = self.lost() or LostActor(self.who, self.actors.name, None, "?", cause(error))
             self.actors.end(death)
             raise death from None
+
+    def lost(self) -> LostActor | None:
+        """The error of its results, though it has ended, where the node of one of its processes is gone; else None."""
+        rank = self.actors.gone()
+        if rank is None:
+            return None
+        address = self.actors.nodes[rank].address
+        self.error = death = LostActor(self.who, self.actors.name, rank, address, "its node is gone")
+        self.actors.end(death)
+        return death
 
     def _ready(self, patience: float = 0.0) -> list[Ref]:
         """The receipts that are there, or get there within ``patience`` seconds."""
@@ -172,8 +182,9 @@ class Call:
         took = max(receipt.end - receipt.start for receipt in receipts)
         self.actors.longest[self.who] = max(took, self.actors.longest.get(self.who, 0.0))
         for rank, receipt in enumerate(receipts if self.shown else []):
-            start = self.began if self is self.actors.starting else receipt.start
-            timeline.record(self.actors.name, rank, self.who, start, receipt.end)
+            ahead = self.actors.nodes[rank].ahead  # rows of one timeline have one clock, the driver's
+            start = self.began if self is self.actors.starting else receipt.start - ahead
+            timeline.record(self.actors.name, rank, self.who, start, receipt.end - ahead)
 
     def _fail(self, error: BaseException, *, alike: bool = False) -> None:
         with _ENDING:
@@ -205,11 +216,15 @@ class Call:
         for rank, error in errors.items():
             if is_death(error):
                 log = partial(self.actors.last_lines, rank)
-                death = lost(self.who, self.actors.name, rank, self.actors.nodes[rank][1], error, log)
+                death = lost(self.who, self.actors.name, rank, self.actors.nodes[rank].address, error, log)
                 self.actors.end(death)
                 return death
+        if any(map(is_of_a_lost_value, errors.values())):
+            for call in [self, *self.before]:
+                if (gone := call.lost()) is not None:
+                    return gone
         rank, first = next(iter(errors.items()), (0, failure))
-        found = raised(first, self.actors.name, rank)
+        found = raised(first, self.actors.name, self.actors.where(rank))
         if isinstance(found, MutatedBatch):
             self.actors.forget()
             for call in self.read:

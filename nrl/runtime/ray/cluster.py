@@ -4,24 +4,39 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import attrs
 import torch
 
 from nrl.errors import ClosedCluster, PlacementError
-from nrl.log.waits import wait_until
+from nrl.log.waits import say, wait_until
 from nrl.runtime.executables.registry import Executable
-from nrl.runtime.mesh.placement import Cluster, Mesh, Processes, Slots, Strategy
+from nrl.runtime.mesh.placement import Cluster, Kind, Mesh, Slots, Strategy
+from nrl.runtime.mesh.processes import Processes
 from nrl.runtime.mesh.submitting import SIDE_BY_SIDE
+from nrl.runtime.ports import NRL_PORTS, ports
 from nrl.runtime.ray.actor import Actor, split
 from nrl.runtime.ray.connection import enter, leave, stock, target
-from nrl.runtime.ray.nodes import address_of, by_value, command, interpreters
-from nrl.runtime.ray.processes import RayProcesses
+from nrl.runtime.ray.groups import Wanted, nodes_of, reserved
+from nrl.runtime.ray.hosts import Host, looked_at, say_if_uneven
+from nrl.runtime.ray.nodes import by_value, command, interpreters
+from nrl.runtime.ray.processes import RayProcesses, Seat
 
 __all__ = ["RayCluster"]
 
 _LAST_WORDS = 0.5  # seconds for the last lines of processes to get here
+
+
+@attrs.define(eq=False)
+class _Slot:
+    """A slot: its bundle, and the Ray id of the node on which that was when somebody looked last."""
+
+    group: Any
+    place: int
+    wanted: Wanted
+    node: str
 
 
 class RayCluster(Cluster):
@@ -37,110 +52,162 @@ class RayCluster(Cluster):
     def __init__(self, address: str, deadline: float) -> None:
         import ray
 
+        ports()  # raises before anything begins
         super().__init__(address)
         self.deadline = deadline
         self._groups: list[Any] = []
-        self._bundles: list[tuple[Any, int]] = []  # for each slot, its group and its place there
+        self._slots: list[_Slot] = []
+        self._addresses: dict[str, str] = {}  # of nodes, by their Ray id; those that are gone, too
         self._meshes: list[RayProcesses] = []
+        self._hosts: dict[str, Host] = {}  # by their Ray id
         self._sound: set[tuple[str, str]] = set()  # pairs of a node and an interpreter that can run a process there
         self._entered = not ray.is_initialized()
         self._own = False
         where = target(address)
         try:
             if self._entered:
-                self._own = enter(where)
+                self._own = enter(where, deadline=deadline)
             elif where not in (None, "auto", here := ray.get_runtime_context().gcs_address):
                 raise PlacementError(
                     f"cluster: this process is on the Ray cluster at '{here}' already, and cannot join '{where}'; "
                     "leave it first (`ray.shutdown()`), or use the address 'auto'"
                 )
-            self.gpus = ray.cluster_resources().get("GPU", 0) > 0
         except BaseException:  # Ctrl-C, too
             if self._entered:
                 leave()
             raise
 
-    def reserve(self, n: int, *, strategy: Strategy = "PACK", deadline: float | None = None) -> Slots:
+    def reserve(
+        self,
+        n: int,
+        *,
+        strategy: Strategy | None = None,
+        per_host: int | None = None,
+        kind: Kind | None = None,
+        least: int | None = None,
+        deadline: float | None = None,
+    ) -> Slots:
         """Make a placement group with a bundle for each slot, and wait for it."""
-        from ray.util.placement_group import placement_group, remove_placement_group
-
-        self.check_count(n)
-        bundle = {"GPU": 1, "CPU": 1} if self.gpus else {"CPU": 1}
+        self.check_reserve(n, strategy, per_host, kind, least)
         limit = self.deadline if deadline is None else deadline
-        if self._own and not self._room(n, bundle, strategy):  # this cluster never grows, and nobody else gives back
-            raise PlacementError(_refusal(n, bundle, strategy, 0))
-        group = placement_group([bundle] * n, strategy=strategy)
+        wanted, group = reserved(n, strategy or "PACK", per_host, kind, least, limit, self._fits)
         self._groups.append(group)
-        asked = _asked(n, bundle, strategy)
-        if not wait_until(group.wait, limit, lambda _: f"reserve: waiting for {asked}; {stock()}"):
-            self._groups.remove(group)
-            text = _refusal(n, bundle, strategy, limit)  # before the group that waits is gone
-            remove_placement_group(group)
-            raise PlacementError(text)
-        first = len(self._bundles)
-        self._bundles += [(group, place) for place in range(n)]
-        return Slots(self, tuple(range(first, first + n)))
+        nodes = nodes_of(group)
+        first, order = len(self._slots), list(dict.fromkeys(nodes))
+        places = sorted(
+            range(wanted.n), key=lambda place: order.index(nodes[place])
+        )  # slots of a host follow one another
+        self._slots += [_Slot(group, place, wanted, str(nodes[place])) for place in places]
+        self._learn_addresses()
+        return Slots(self, tuple(range(first, first + wanted.n)))
 
-    def _room(self, n: int, bundle: Mapping[str, int], strategy: Strategy) -> bool:
-        """Whether the one node of a cluster that was started here has room for ``n`` more bundles."""
+    def _fits(self, wanted: Wanted) -> bool:
+        """Whether there may be room: a cluster that was started here never grows, and nobody else gives slots back."""
         import ray
 
-        room = min(ray.cluster_resources().get(kind, 0) // count for kind, count in bundle.items())
-        return n + len(self._bundles) <= room and (strategy != "STRICT_SPREAD" or n == 1)
+        if not self._own:
+            return True
+        total, taken = ray.cluster_resources(), {"CPU": len(self._slots), "GPU": sum(s.wanted.gpu for s in self._slots)}
+        room = min(total.get(kind, 0) - taken[kind] for kind in wanted.bundle)
+        return wanted.n <= room and (wanted.n == 1 or wanted.strategy != "STRICT_SPREAD") and len(wanted.sizes) == 1
+
+    def hosts(self, indices: Sequence[int]) -> tuple[str, ...]:
+        """The address of the node on which each slot was when somebody looked last."""
+        return tuple(self._addresses.get(self._slots[index].node, "?") for index in indices)
+
+    def are_gpus(self, indices: Sequence[int]) -> bool:
+        """Whether a GPU was set aside for each."""
+        return all(self._slots[index].wanted.gpu for index in indices)
+
+    def _learn_addresses(self) -> None:
+        import ray
+
+        self._addresses |= {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
 
     def start(self, mesh: Mesh, executable: Executable) -> Processes:
         """Start an actor in each slot, and let them meet."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        bundles = [self._bundles[index] for index in mesh.slots.indices]
-        where = self._where(mesh.slots.indices)
-        nodes = [where[index] for index in mesh.slots.indices]
+        slots = [self._slots[index] for index in mesh.slots.indices]
+        self._look(mesh)
+        nodes = [slot.node for slot in slots]
         pythons = interpreters(mesh.name, executable, set(nodes), self.deadline, self._sound)
-        shares = [sum(other == node for other in where) for node in nodes]
+        new = set(nodes) - self._hosts.keys()
+        self._hosts |= looked_at(mesh.name, sorted(new), self._addresses, self.deadline)
+        shares = [sum(other.node == node for other in self._slots) for node in nodes]
         env = {"TOKENIZERS_PARALLELISM": "false"}
-        if "OMP_NUM_THREADS" in os.environ:
-            env["OMP_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"]
+        env |= {name: os.environ[name] for name in ("OMP_NUM_THREADS", NRL_PORTS) if name in os.environ}
         env |= executable.env
         said = env.get("OMP_NUM_THREADS", "").partition(",")[0]  # OpenMP allows one number for each level
         threads = int(said) if said.isdecimal() else None
+        if threads is None:
+            own = {node: max(1, self._hosts[node].cores // share) for node, share in zip(nodes, shares, strict=True)}
+            say_if_uneven(mesh.name, own, self._addresses)
         early, late = split(env)
         kind: Any = ray.remote(by_value(Actor))
         seed = torch.initial_seed()
 
         def begin(name: str, threads_of_it: int, rank: int) -> Any:
-            (group, place), node = bundles[rank], nodes[rank]
+            slot = slots[rank]
             options: dict[str, Any] = {
                 "num_cpus": 0,
-                "num_gpus": 0.01 if self.gpus else 0,  # meshes on the same slots share its GPU, and so do helpers
+                "num_gpus": 0.01 if slot.wanted.gpu else 0,  # meshes on the same slots share its GPU, and so do helpers
                 "max_restarts": 0,
                 "max_task_retries": 0,
                 "max_concurrency": threads_of_it,
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place),
-                "runtime_env": {"env_vars": early, "py_executable": command(name, pythons[node].python)},
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                    slot.group, placement_group_bundle_index=slot.place
+                ),
+                "runtime_env": {"env_vars": early, "py_executable": command(name, pythons[slot.node].python)},
             }
             given = (mesh.name, rank, mesh.size, shares[rank], threads, seed)
-            return kind.options(**options).remote(late, pythons[node].sources, f"{name}[{rank}]", *given)
+            return kind.options(**options).remote(late, pythons[slot.node].sources, f"{name}[{rank}]", *given)
 
         actors = [begin(mesh.name, 1, rank) for rank in range(mesh.size)]
         helper = functools.partial(begin, f"{mesh.name}.helper", SIDE_BY_SIDE + 1)  # one more, to be told of its end
-        places = [(node, address_of(node)) for node in nodes]
-        processes = RayProcesses(mesh, actors, places, self.deadline, helper, self._meshes if self.gpus else ())
+        places = [Seat(node, self._addresses[node], self._hosts[node].ahead) for node in nodes]
+        processes = RayProcesses(mesh, actors, places, self.deadline, helper, self._meshes if mesh.slots.gpus else ())
         self._meshes.append(processes)
         return processes
 
-    def _where(self, wanted: Sequence[int]) -> list[str]:
-        """The node of each slot. When a node is lost, Ray moves its slots to others, if they have room."""
+    def _look(self, mesh: Mesh) -> None:
+        """Learn on which node each slot is now. When one is lost, Ray moves its slots to others, if they have room."""
         from ray.util.placement_group import placement_group_table
 
-        for group in {id(group): group for group, _ in map(self._bundles.__getitem__, wanted)}.values():
-            if not group.wait(timeout_seconds=self.deadline):
-                raise PlacementError(
-                    f"mesh: a node of its slots is gone, and no other had room for them within {self.deadline:g} s; "
-                    f"leave the cluster, and reserve fewer slots. {stock()}"
-                )
-        found = {group.id: placement_group_table(group)["bundles_to_node_id"] for group in self._groups}
-        return [str(found[group.id].get(place)) for group, place in self._bundles]
+        groups = {id(slot.group): slot.group for slot in map(self._slots.__getitem__, mesh.slots.indices)}
+        for group in groups.values():
+            if placement_group_table(group)["state"] != "CREATED":
+                self._await_room(mesh, group)
+        moved = {id(group): nodes_of(group) for group in self._groups}
+        for slot in self._slots:
+            slot.node = moved[id(slot.group)][slot.place] or slot.node
+        self._learn_addresses()
+
+    def _await_room(self, mesh: Mesh, group: Any) -> None:
+        """Wait until Ray has moved the slots of lost nodes; says at once what for."""
+        import ray
+
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        lost = [i for i, slot in enumerate(self._slots) if slot.group is group and slot.node not in alive]
+        gone = ", ".join(sorted(set(self.hosts(lost))))
+        what = f"mesh '{mesh.name}': " + (f"node {gone} of its slots is gone" if lost else "its slots are moved")
+        if lost and self._slots[lost[0]].wanted.per_host is not None:
+            raise PlacementError(
+                f"{what}, and slots that were reserved with per_host= stay where they are; leave the cluster, and "
+                f"reserve again what is left. {stock()}"
+            )
+        which = f"a place for slots {', '.join(map(str, lost))}" if lost else "their new places"
+
+        def told(seconds: float) -> str:
+            return f"{what}; waiting for {which} on other nodes ({seconds:.0f} of {self.deadline:g} s); {stock()}"
+
+        say(told(0.0))
+        if not wait_until(group.wait, self.deadline, told):
+            raise PlacementError(
+                f"{what}, and no other had room for them within {self.deadline:g} s; leave the cluster, and reserve "
+                f"fewer slots. {stock()}"
+            )
 
     def finish(self) -> None:
         """Wait for calls that are under way."""
@@ -165,15 +232,3 @@ class RayCluster(Cluster):
                 remove_placement_group(group)
         if self._entered:
             leave()
-
-
-def _asked(n: int, bundle: Mapping[str, int], strategy: str) -> str:
-    return f"{n} slots of {' and '.join(f'{count} {kind}' for kind, count in bundle.items())} each, {strategy}"
-
-
-def _refusal(n: int, bundle: Mapping[str, int], strategy: str, waited: float) -> str:
-    return (
-        f"reserve: {_asked(n, bundle, strategy)}, cannot be had"
-        + (f" (waited {waited:g} s)" if waited else "")
-        + f"; {stock()}. Ask for fewer slots, another strategy, or add nodes"
-    )

@@ -16,6 +16,7 @@ __all__ = ["enter", "leave", "stock", "target"]
 
 _CPUS = 64  # that a cluster on this machine claims: its processes may share cores
 _KNOCKING = 20.0  # seconds for a host to answer
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # and empty settings
 _STARTED = {"RAY_prestart_worker_first_driver": "0"}  # nobody uses workers of the driver's interpreter
 
 
@@ -42,14 +43,34 @@ def target(address: str) -> str | None:
     return found
 
 
+@contextlib.contextmanager
+def _keeping_sigterm() -> Iterator[None]:
+    """Keep Ray from answering SIGTERM meanwhile.
+
+    Its handler exits with the status 15, whatever the program would do, and an exit that C code swallows is lost.
+    """
+    from ray._private import utils
+
+    theirs = utils.set_sigterm_handler
+    utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = theirs
+
+
+@_keeping_sigterm()
 def enter(
-    address: str | None, here: str = ", or use the address 'ray' without RAY_ADDRESS to have one started here"
+    address: str | None,
+    here: str = ", or use the address 'ray' without RAY_ADDRESS to have one started here",
+    deadline: float = _KNOCKING,
 ) -> bool:
     """Join a cluster, or start one if ``address`` is None; whether it was started.
 
     Args:
         address: of one that runs.
         here: what else to do where there is none, for the error.
+        deadline: seconds for its head to answer, if they are fewer than those that nrl gives it.
 
     Raises:
         PlacementError: there is none at this address, it asks for a token, or Ray does not start here.
@@ -58,9 +79,11 @@ def enter(
 
     logs.hushed()
     terminate = signal.getsignal(signal.SIGTERM)
+    said_by = ""
     try:
         if address:
-            _knock(address)
+            found, said_by = _found(address)
+            _knock(found, min(deadline, _KNOCKING))
             ray.init(address=address, configure_logging=False)
         else:
             _start(attempts=3)
@@ -74,6 +97,11 @@ def enter(
             raise PlacementError(
                 f"cluster: the Ray cluster at '{address}' asks for a token; set RAY_AUTH_MODE=token, and "
                 "RAY_AUTH_TOKEN_PATH if the token is not in ~/.ray/auth_token"
+            ) from error
+        if said_by:
+            raise PlacementError(
+                f"cluster: no head of a Ray cluster answers at {found} ({_first_line(error)}), where {said_by}. Start "
+                f"one with `ray start --head` or give the host:port of another one{here}"
             ) from error
         raise PlacementError(
             f"cluster: there is no Ray cluster at '{address}' ({_first_line(error)}); start one with "
@@ -136,22 +164,42 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def _knock(address: str) -> None:
-    """Raise unless something listens at ``host:port``: Ray would try for minutes."""
+def _found(address: str) -> tuple[str, str]:
+    """The ``host:port`` of an address; of ``"auto"`` also who says so: Ray would try that for a quarter of an hour."""
+    if address != "auto":
+        return address, ""
+    from ray._private import services, utils
+
+    # It keeps those of heads that are gone by now
+    services.find_gcs_addresses.cache_clear()  # type: ignore[attr-defined]
+    found = services.get_ray_address_from_environment(address, None)  # raises if there is none
+    file = utils.get_ray_address_file(None)  # type: ignore[attr-defined]
+    if found == utils.read_ray_address(None):
+        return found, f"the file {file} says that it is; that is stale: delete it, or end what is left by `ray stop`"
+    return found, "processes of Ray on this machine look for it; they are left over: end them by `ray stop`"
+
+
+def _knock(address: str, seconds: float) -> None:
+    """Raise unless a server of gRPC answers at ``host:port``: Ray would try for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host:
-        socket.create_connection((host, int(port)), timeout=_KNOCKING).close()
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=seconds) as there:
+            there.sendall(_PREFACE)
+            try:
+                there.recv(1)  # whatever it is: with TLS, an alert, or the end
+            except TimeoutError:
+                raise TimeoutError(f"something listens there, and says nothing for {seconds:g} s") from None
 
 
 def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def stock() -> str:
-    """A line on the nodes of the cluster, their resources, and how much of these is free."""
+def stock(gpus: bool = False) -> str:
+    """A line on the nodes of the cluster, their resources, and how much of these is free; ``gpus``: also if none is."""
     import ray
 
-    kinds = [kind for kind in ("GPU", "CPU") if kind == "CPU" or ray.cluster_resources().get(kind)]
+    kinds = [kind for kind in ("GPU", "CPU") if kind == "CPU" or gpus or ray.cluster_resources().get(kind)]
 
     def listed(resources: Mapping[str, float]) -> str:
         return ", ".join(f"{resources.get(kind, 0):g} {kind}" for kind in kinds)

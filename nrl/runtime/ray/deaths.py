@@ -7,7 +7,7 @@ from typing import Any
 from nrl.errors import FailedStart, LostActor
 from nrl.runtime.ray.exceptions import Raised
 
-__all__ = ["cause", "error_of", "is_death", "lost", "original", "raised"]
+__all__ = ["cause", "error_of", "is_death", "is_of_a_lost_value", "lost", "original", "raised"]
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")  # Ray writes its tracebacks in colours
 
@@ -19,6 +19,13 @@ def is_death(error: BaseException) -> bool:
     gone = exceptions.RayActorError | exceptions.WorkerCrashedError | exceptions.NodeDiedError
     unstarted = exceptions.OutOfMemoryError | exceptions.RuntimeEnvSetupError | exceptions.ActorPlacementGroupRemoved
     return isinstance(error, gone | unstarted) and not isinstance(error, exceptions.RayTaskError)
+
+
+def is_of_a_lost_value(error: BaseException) -> bool:
+    """Whether an error says that a value which the call was given is gone, as with the node that held it."""
+    from ray import exceptions
+
+    return isinstance(error.cause if isinstance(error, exceptions.RayTaskError) else error, exceptions.ObjectLostError)
 
 
 def error_of(receipt: Any) -> BaseException | None:
@@ -48,9 +55,9 @@ def original(error: BaseException, where: str) -> BaseException:
     return found
 
 
-def raised(error: BaseException, mesh: str, rank: int) -> BaseException:
+def raised(error: BaseException, mesh: str, where: str) -> BaseException:
     """What a function raised in a process of a mesh, with notes that say where, and what to do about it."""
-    found = original(error, f"raised in rank {rank} of mesh '{mesh}'")
+    found = original(error, f"raised in {where}")
     if isinstance(found, ModuleNotFoundError) and found.name:
         package = found.name.partition(".")[0]
         found.add_note(

@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 
 from nrl.batch.handles import ColumnHandle, Part, filled, handles_of
-from nrl.runtime.mesh.placement import Rows
+from nrl.runtime.mesh.processes import Rows
 from nrl.runtime.ray.calls import Call, Ref
 from nrl.runtime.ray.results import Pending
 

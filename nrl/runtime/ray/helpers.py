@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nrl.errors import MutatedBatch
-from nrl.runtime.mesh.placement import Out
+from nrl.runtime.mesh.processes import Out
 from nrl.runtime.mesh.submitting import THREADS, Desk, Helper, Task
 from nrl.runtime.ray.call_arguments import Arguments
 from nrl.runtime.ray.calls import Call, Ref
@@ -113,7 +113,9 @@ class ActorHelper(Helper):
 
         ran: Receipt = pickle.loads(bytes(ray.get(receipt)))
         if task.shown:
-            timeline.record(self.desk.label, self.rank, task.who, ran.start, ran.end)
+            timeline.record(
+                self.desk.label, self.rank, task.who, ran.start - self._node.ahead, ran.end - self._node.ahead
+            )
         try:
             parts = ray.get(result, timeout=self._processes.deadline)
         except ray.exceptions.RayError as error:  # the node that held the result is gone
@@ -128,7 +130,7 @@ class ActorHelper(Helper):
             return ended
         if is_death(error):
             return lost(who, mesh, self.rank, self._node[1], error, self.log)
-        return raised(error, mesh, self.rank)
+        return raised(error, mesh, self._processes.where(self.rank))
 
 
 def _when_done(ref: Ref, then: Callable[[], object]) -> None:

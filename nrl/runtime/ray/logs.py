@@ -11,6 +11,8 @@ from typing import Any
 __all__ = ["Echo", "echo", "hushed"]
 
 _KNOWN = 10_000  # lines that are remembered
+_TRACE = re.compile(r"(\. Possible reasons include: .*?)?\.? Last \d+ lines of the Raylet logs:.*", re.DOTALL)
+_NAMELESS = "The hostname of the client socket cannot be retrieved"  # torch, of addresses that have no name
 _ACTOR = re.compile(r"(?P<mesh>.+)\[\d+\]")
 
 
@@ -37,14 +39,15 @@ class Echo:
         who = str(data.get("actor_name") or "")
         found = _ACTOR.fullmatch(who)
         if found is None:
-            self._other(data)
+            said = [_TRACE.sub("", line) for line in data["lines"]]
+            self._other({**data, "lines": said} if said != data["lines"] else data)
             return
         stream = sys.stderr if data["is_err"] else sys.stdout
         away = data.get("ip") != data.get("localhost")
         prefix = f"({who}, {data['ip']})" if away else f"({who})"
         if stream.isatty():
             prefix = f"\x1b[36m{prefix}\x1b[0m"
-        for line in data["lines"]:
+        for line in filter(_told, data["lines"]):
             if self._new((found["mesh"], bool(data["is_err"]), line), who):
                 print(prefix, line, file=stream, flush=True)
 
@@ -56,6 +59,10 @@ class Echo:
         if len(self._written) > _KNOWN:
             self._written.popitem(last=False)
         return times[who] > most
+
+
+def _told(line: str) -> bool:
+    return _NAMELESS not in line
 
 
 def echo() -> None:

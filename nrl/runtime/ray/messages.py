@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import attrs
 
-from nrl.runtime.mesh.placement import Out
+from nrl.runtime.mesh.processes import Out
 
 __all__ = ["FUNCTIONS", "Argument", "NeverMade", "Order", "Receipt", "folded", "unfolded"]
 

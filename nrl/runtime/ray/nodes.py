@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib.metadata
 import shlex
 import sys
 import time
@@ -20,7 +21,7 @@ from nrl.runtime.node.interpreters import fault
 from nrl.runtime.ray.actor import tail
 from nrl.runtime.trace import profiles
 
-__all__ = ["Interpreter", "address_of", "by_value", "command", "interpreters", "last_lines", "on_node"]
+__all__ = ["Interpreter", "address_of", "ask", "by_value", "command", "interpreters", "last_lines", "on_node"]
 
 
 class Interpreter(NamedTuple):
@@ -65,7 +66,8 @@ def interpreters(
         found = {node: str(python) for node, python in build(provide, dict.fromkeys(nodes, (made,))).items()}
     new = set(found.items()) - sound
     look = functools.partial(_on_nodes, mesh, f"executable '{executable.name}'", "looked at", deadline)
-    faults = look(fault, {node: (python, version, ray.__version__) for node, python in new})
+    same = None if made.interpreter is None else importlib.metadata.version("torch")  # of others the lock says which
+    faults = look(fault, {node: (python, version, ray.__version__, same) for node, python in new})
     for node, wrong in faults.items():
         if wrong:
             hint = (
@@ -118,6 +120,18 @@ def _on_nodes(
         except ray.exceptions.RayError as error:
             said = " ".join(str(error).split())[:300]
             raise LostActor(f"mesh '{mesh}'", mesh, None, address_of(node), said) from None
+    return found
+
+
+def ask(
+    mesh: str, what: str, done: str, deadline: float, fn: Callable[..., Any], nodes: Collection[str]
+) -> dict[str, tuple[float, Any, float]]:
+    """What a function says on each node, one after the other, and when by this clock it was called and had answered."""
+    found = {}
+    for node in nodes:
+        sent = time.time()
+        said = _on_nodes(mesh, what, done, deadline, fn, {node: ()})[node]
+        found[node] = (sent, said, time.time())
     return found
 
 

@@ -6,12 +6,13 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from nrl.errors import ClusterError, StateError
 from nrl.runtime.executables.registry import executable
 from nrl.runtime.mesh.futures import Submitted
-from nrl.runtime.mesh.placement import Donated, Mesh, Out
+from nrl.runtime.mesh.placement import Mesh
+from nrl.runtime.mesh.processes import Donated, Out
 from nrl.runtime.mesh.submitting import Desk
 from nrl.runtime.ray.call_arguments import Arguments, Kept, Stored
 from nrl.runtime.ray.calls import Call, Ref
@@ -22,21 +23,35 @@ from nrl.runtime.ray.nodes import last_lines
 from nrl.runtime.ray.results import ActorResults
 from nrl.runtime.trace import profiles
 
-__all__ = ["RayProcesses"]
+__all__ = ["RayProcesses", "Seat"]
 
 _KEYS = itertools.count(1)
 _ORDER = threading.RLock()  # so that all processes get their calls in the same order, across meshes that share them
 
 
+class Seat(NamedTuple):
+    """Where a process is.
+
+    Args:
+        node: the Ray id of its node.
+        address: of the node.
+        ahead: seconds that the node's clock is ahead of the driver's.
+    """
+
+    node: str
+    address: str
+    ahead: float = 0.0
+
+
 class RayProcesses:
-    """The actors of a mesh; satisfies `nrl.runtime.mesh.placement.Processes`.
+    """The actors of a mesh; satisfies `nrl.runtime.mesh.processes.Processes`.
 
     They start while the program goes on; the first wait for a call raises if one could not start.
 
     Args:
         mesh: of these processes.
         actors: one for each rank.
-        nodes: for each actor, the Ray id and the address of its node.
+        nodes: for each actor, where it is.
         deadline: seconds that a call may take.
         helper: starts the actor of a rank's helper.
         others: meshes that may share devices with this one. Where they do, a call on this one makes them rest: their
@@ -47,7 +62,7 @@ class RayProcesses:
         self,
         mesh: Mesh,
         actors: Sequence[Any],
-        nodes: Sequence[tuple[str, str]],
+        nodes: Sequence[Seat],
         deadline: float,
         helper: Callable[[int], Any],
         others: Sequence["RayProcesses"] = (),
@@ -211,6 +226,21 @@ class RayProcesses:
             if error is not None:
                 error.add_note(f"No result of {call.who} was read, so this is said when the cluster is left.")
                 raise error
+
+    def where(self, rank: int) -> str:
+        """How errors name a process: with its node, if that is not the driver's."""
+        import ray
+
+        node, address, _ = self.nodes[rank]
+        away = ray.is_initialized() and node != ray.get_runtime_context().get_node_id()
+        return f"rank {rank} of mesh '{self.name}'" + (f" on node {address}" if away else "")
+
+    def gone(self) -> int | None:
+        """The first rank whose node is gone; None: all nodes are there."""
+        import ray
+
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        return next((rank for rank, seat in enumerate(self.nodes) if seat.node not in alive), None)
 
     def last_lines(self, rank: int, most: int = 20) -> str:
         """The last lines of a process's log; empty where they cannot be read any more."""

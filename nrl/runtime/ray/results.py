@@ -14,7 +14,7 @@ __all__ = ["ActorResults", "Pending", "PendingRows"]
 
 
 class ActorResults:
-    """The results of a call in some processes; satisfies `nrl.runtime.mesh.placement.Results`."""
+    """The results of a call in some processes; satisfies `nrl.runtime.mesh.processes.Results`."""
 
     def __init__(self, call: Call, refs: Sequence[Ref]) -> None:
         self._call, self._refs = call, list(refs)

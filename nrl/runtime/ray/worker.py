@@ -6,6 +6,7 @@ import random
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,15 @@ from tensordict import TensorDict
 
 from nrl.batch.ragged import is_ragged, parts_of, take
 from nrl.batch.raw import flat_bytes
-from nrl.runtime.mesh.current_process import Process, entered, perform, rest, wake
+from nrl.runtime.mesh.current_process import Process, entered, perform
+from nrl.runtime.mesh.resting import rest, wake
+from nrl.runtime.node.cgroups import cores
+from nrl.runtime.ports import store
 from nrl.runtime.ray.exceptions import carried
 from nrl.runtime.ray.messages import FUNCTIONS, Argument, NeverMade, Order, Receipt, unfolded
 from nrl.runtime.ray.pickling import deserialized, serialized
 from nrl.runtime.ray.shared_memory import Shared
 from nrl.runtime.ray.sockets import bind
-from nrl.runtime.threads import cores
 from nrl.runtime.trace import profiles
 from nrl.runtime.trace.timeline import stopwatch
 
@@ -44,7 +47,7 @@ class Worker:
     def __init__(self, mesh: str, rank: int, size: int, share: int, threads: int | None, seed: int) -> None:
         self.here = Process(rank, size, None, mesh)
         self._store: Any = None
-        self._resting = False
+        self._resting: set[int] | None = None  # the values that left the device, if it rests
         self._values: dict[int, Any] = {}
         self._functions: OrderedDict[bytes, Callable[..., Any]] = OrderedDict()
         self._guard = threading.Lock()  # of `_functions`: a helper has several threads
@@ -59,12 +62,11 @@ class Worker:
         return tuple(dict.fromkeys(filter(os.path.isfile, map(_file_of, (1, 2)))))
 
     def listen(self, timeout: float) -> tuple[str, int]:
-        """Open the store at which the processes of the mesh meet, at a port of the system's choice."""
+        """Open the store at which the processes of the mesh meet."""
         import ray
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         host = ray.util.get_node_ip_address()
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_seconds(timeout))
+        self._store = store(host, timedelta(seconds=timeout))
         return host, self._store.port
 
     def join(self, meeting: tuple[str, int] | None, axes: Sequence[tuple[str, int]], timeout: float) -> bytes:
@@ -81,9 +83,9 @@ class Worker:
         if cuda:
             torch.cuda.set_device(0)
         if meeting is not None:
-            store = self._store or TCPStore(*meeting, timeout=_seconds(timeout))
+            met = self._store or TCPStore(*meeting, timeout=timedelta(seconds=timeout))
             backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_seconds(timeout))
+            dist.init_process_group(backend, store=met, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
             names, extents = zip(*axes, strict=True)
             mesh = init_device_mesh("cuda" if cuda else "cpu", extents, mesh_dim_names=names)
             self.here = Process(rank, size, mesh, self.here.mesh)
@@ -92,9 +94,7 @@ class Worker:
     def rest(self) -> bytes:
         """Move all values off the device until the next call: another mesh works there."""
         start, now = stopwatch()
-        self._resting = True
-        for value in self._values.values():
-            rest(value)
+        self._resting = {key for key, value in self._values.items() if rest(value)} | (self._resting or set())
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return pickle.dumps(Receipt(start, now(), ()))
@@ -122,10 +122,10 @@ class Worker:
     def _call(self, order: Order, beside: Sequence[Any]) -> Any:
         for key in order.dropped:
             self._values.pop(key, None)
-        if self._resting and order.turn:
-            self._resting = False
-            for value in self._values.values():
-                wake(value)
+        if self._resting is not None and order.turn:
+            for key in self._resting:
+                wake(self._values.get(key))
+            self._resting = None
         shared: list[Shared] = []
         function = self._function(order.function, beside[0])
         keeps = any(key is not None for key in order.keys)  # a kept value must not lie in memory that others read
@@ -216,9 +216,3 @@ def _file_of(descriptor: int) -> str:
         return str(Path(f"/proc/self/fd/{descriptor}").readlink())
     except OSError:  # no such folder on this system
         return ""
-
-
-def _seconds(seconds: float) -> Any:
-    from datetime import timedelta
-
-    return timedelta(seconds=seconds)

@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import attrs
 from nrl.errors import ConfigError
 from nrl.runtime.trace import timeline
 
-__all__ = ["nsight", "parsed", "profiling", "trace_path", "tracing"]
+__all__ = ["nsight", "parsed", "profiling", "trace_path", "tracing", "untraced"]
 
 _GRAMMAR = (
     "give <mesh>:<steps>, where steps are numbers and ranges with commas, such as NRL_PROFILE=trainer:3, "
@@ -28,6 +29,7 @@ _GRAMMAR = (
 _RANK = "{rank}"
 _NSYS = ("nsys", "profile", "--trace=cuda,cudnn,cublas,nvtx", "--stop-on-exit=true")
 
+_traced: ContextVar[bool] = ContextVar("traced", default=True)
 _busy = threading.Lock()  # torch has one profiler in a process
 
 
@@ -98,6 +100,24 @@ def _outcome(entered: _Profiling) -> Iterator[str]:
             yield f"mesh '{mesh}' had no call in these steps of the main loop"
 
 
+@contextmanager
+def untraced() -> Iterator[None]:
+    """Profile no call of the block: whoever only asks how far something is, in a thread beside the program.
+
+    >>> with profiling(Path("run"), {"NRL_PROFILE": "trainer:0"}), untraced():
+    ...     timeline.step(0)
+    ...     print(trace_path("trainer", "save"))
+    None
+    NRL_PROFILE: no mesh is named 'trainer'; there were none
+    >>> timeline.step(None)
+    """
+    token = _traced.set(False)
+    try:
+        yield
+    finally:
+        _traced.reset(token)
+
+
 def trace_path(mesh: str, name: str) -> str | None:
     """Where to write the trace of a call that begins now, if it is to be profiled. Ask once a call, on the driver.
 
@@ -116,7 +136,7 @@ def trace_path(mesh: str, name: str) -> str | None:
     NRL_PROFILE: traces are in ...
     >>> timeline.step(None)
     """
-    if not _open or not _open[-1].steps:
+    if not _open or not _open[-1].steps or not _traced.get():
         return None
     run, step = _open[-1], timeline.current()
     run.seen.add(mesh)

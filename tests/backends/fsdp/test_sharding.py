@@ -30,7 +30,7 @@ import nrl
 from nrl import algos, tiny
 from nrl.algos import Loss, needs, sft_loss, token_mean
 from nrl.backends import Model, adamw
-from nrl.backends.base import top_k
+from nrl.backends.base import Piece, top_k
 from nrl.backends.fsdp.torch_engine import TorchEngine
 from nrl.backends.fsdp.torch_state import TorchState
 from nrl.backends.models import loading, lora, named_weights
@@ -442,6 +442,29 @@ def test_weights_and_moments_stay_in_float32_where_it_computes_in_bfloat16(pool:
             assert moved < (0.1 if "exp_avg" in name else 0.02), name
 
 
+def frozen_in_bfloat16(mesh: DeviceMesh | None, config: str, offload: Any = None) -> set[str]:
+    made = attrs.evolve(engine(mesh, Model(CONFIGS[config], dtype="bfloat16")), offload=offload)
+    state, (batch,) = made.init(), batches("grpo", 1)
+    state, _ = made.train(state, sft_loss, mine(mesh, batch), global_weights(sft_loss, batch))
+    frozen = made.freeze(state.module)
+    outputs = [made.forward(each, mine(mesh, batch), LOGPROBS) for each in (state.module, frozen, made.freeze(frozen))]
+    for one, *others in zip(*outputs, strict=True):
+        assert all(torch.equal(one["logprobs"], other["logprobs"]) for other in others)
+    assert {x.dtype for x in state.module.parameters()} == {torch.float32}
+    loaded = made.load(None)
+    found = [{name for name, x in each.named_parameters() if x.dtype == torch.bfloat16} for each in (frozen, loaded)]
+    assert found[0] == found[1]
+    return found[0]
+
+
+@pytest.mark.parametrize("config", ["qwen3 untied", "llama tied"])
+def test_a_frozen_model_is_in_bfloat16(two: Processes, config: str) -> None:
+    """Its log-probabilities are those of the trained one, to the bit: a forward rounds each weight."""
+    alone = frozen_in_bfloat16(None, config)
+    assert alone == dict(engine(None, Model(CONFIGS[config])).init().module.named_parameters()).keys()
+    assert two(frozen_in_bfloat16, config) == two(frozen_in_bfloat16, config, "cpu") == [alone] * 2
+
+
 def compiled(mesh: DeviceMesh | None, name: str, steps: int) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's compiler warns of what it does itself
@@ -806,7 +829,7 @@ def elsewhere(mesh: DeviceMesh | None, folder: Path) -> tuple[dict[str, Tensor],
     return found, [str(caught.value)], getattr(caught.value, "__notes__", [])
 
 
-def test_weights_from_a_folder_are_read_by_one_process(two: Processes, tmp_path: Path) -> None:
+def test_weights_from_a_folder(two: Processes, tmp_path: Path) -> None:
     module = loading.build(Model(CONFIGS["qwen3 untied"], seed=3))
     loading.save_model(module, tmp_path)
     (first, message, notes), (second, same, more) = two(elsewhere, tmp_path)
@@ -836,18 +859,16 @@ def test_an_adapters_folder_with_a_head_is_read_over_a_folder(two: Processes, tm
 
 
 def unreadable(mesh: DeviceMesh | None, folder: Path) -> tuple[str, list[str]]:
-    made = engine(mesh, Model(str(folder)))
-    found: Any = lora.unread
-    with pytest.MonkeyPatch.context() as patch:
-        if where(mesh)[0] == 0:
-            patch.setattr(lora, "unread", lambda *args, **how: found(*args, **how)._replace(read=broken_disk))
-        with pytest.raises(OSError, match="the disk is gone") as caught:
-            made.load(None)
+    made: Any = engine(mesh, Model(str(folder)))
+    if where(mesh)[0] == 0:
+        made = attrs.evolve(made, source=lambda *args, **how: lora.unread(*args, **how)._replace(fill=broken_disk))  # type: ignore[union-attr]
+    with pytest.raises(OSError, match="the disk is gone") as caught:
+        made.load(None)
     return str(caught.value), getattr(caught.value, "__notes__", [])
 
 
-def broken_disk(name: str) -> Tensor:
-    raise OSError(f"the disk is gone at {name}")
+def broken_disk(piece: Piece) -> None:
+    raise OSError(f"the disk is gone at {piece.name}")
 
 
 def test_a_weight_that_cannot_be_read_is_said_by_all(two: Processes, tmp_path: Path) -> None:
@@ -868,10 +889,10 @@ def save(mesh: DeviceMesh | None, folder: Path) -> tuple[dict[str, Tensor], dict
     state = made.init()
     for batch in batches("grpo", 2):
         state, _ = made.train(state, sft_loss, mine(mesh, batch), global_weights(sft_loss, batch))
-    (folder / "state").mkdir(exist_ok=True)
-    (folder / "params").mkdir(exist_ok=True)
-    assert made.save(state, state.module, folder / "state").record == RECORD
-    made.save_params(made.freeze(state.module), folder / "params")
+    for name in ("state", "params"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    assert made.save(state, state.module).write(folder / "state").record == RECORD
+    made.save_params(made.freeze(state.module)).write(folder / "params")
     saved = everything(made, state)
     return saved, another(mesh, made, state)
 
@@ -898,10 +919,11 @@ def test_checkpoints_of_any_number_of_processes_in_another(two: Processes, three
 
     sizes: list[Callable[..., list[Any]]] = [alone, two, three]
     for number, writer in enumerate(sizes):
-        saved, next_one = writer(save, tmp_path)[0]  # over what another number of processes has written
-        assert len(list((tmp_path / "state").glob("*.safetensors"))) == number + 1
+        folder = tmp_path / f"{number}"
+        saved, next_one = writer(save, folder)[0]
+        assert len(list((folder / "state").glob("*.safetensors"))) == number + 1
         for reader in (writer, sizes[number - 1]):
-            for restored, params, after in reader(restore, tmp_path):
+            for restored, params, after in reader(restore, folder):
                 assert_equal(restored, saved)
                 assert_equal(params, {name: saved[name] for name in params})
                 assert_close(after, next_one, 1e-5)
@@ -914,7 +936,7 @@ def counted(mesh: DeviceMesh | None, folder: Path) -> tuple[dict[str, Written], 
     made = engine(mesh, tiny.model())
     state, batch = made.init(), batch_of(MIXED)
     state, _ = made.train(state, sft_loss, mine(mesh, batch), global_weights(sft_loss, batch))
-    (read, wrote), (files, _) = transferred(), made.save(state, state.module, folder)
+    (read, wrote), (files, _) = transferred(), made.save(state, state.module).write(folder)
     now_read, now_wrote = transferred()
     return dict(files), now_read - read, now_wrote - wrote
 
@@ -970,11 +992,18 @@ def test_half_of_a_checkpoint_is_not_restored(two: Processes, tmp_path: Path) ->
     weight = "model.model.layers.0.mlp.up_proj.weight"
     content = (whole / one).read_bytes()
     damages: dict[str, tuple[Callable[[Path], object], str]] = {
-        "first gone": (lambda path: (path / one).unlink(), rf"has \d+ of the \d+ numbers of .*: .* is .*{other}"),
-        "last gone": (lambda path: (path / other).unlink(), rf"has \d+ of the \d+ numbers of .*: .* is .*{one}"),
+        "first gone": (
+            lambda path: (path / one).unlink(),
+            f"of what 2 processes wrote, {one} is missing, as host .* sees it",
+        ),
+        "last gone": (lambda path: (path / other).unlink(), f"of what 2 processes wrote, {other} is missing"),
+        "both gone": (lambda path: list(map(Path.unlink, (path / one, path / other))), "nothing is there of what"),
         "short": (lambda path: (path / one).write_bytes(content[:-1]), f"{one} is not what a trainer saved"),
         "none": (lambda path: (path / one).write_bytes(b"?" * 100), f"{one} is not what a trainer saved"),
-        "content": (lambda path: without(weight, path / other), rf"has \d+ of the \d+ numbers of '{weight}'"),
+        "content": (
+            lambda path: without(weight, path / other),
+            rf"has \d+ of the \d+ numbers of '{weight}', in {one}, {other}; use",
+        ),
         "moments": (
             lambda path: without("optimizer.model.norm.weight.exp_avg", path / one, path / other),
             "has nothing of optimizer.model.norm.weight.exp_avg; use another checkpoint",
@@ -993,13 +1022,17 @@ def doubles(mesh: DeviceMesh | None, folder: Path) -> None:
     made = engine(mesh, Model(TINY_PARTS, dtype="float64"))
     state, batch = made.init(), batch_of(MIXED)
     state, _ = made.train(state, sft_loss, mine(mesh, batch), global_weights(sft_loss, batch))
-    _, record = made.save(state, state.module, folder)
+    _, record = made.save(state, state.module).write(folder)
+    made._peers.gather(None)  # all have written
     assert_equal(everything(made, made.restore(folder, record)), everything(made, state))
 
 
 def test_numbers_of_different_sizes_in_one_file(two: Processes, tmp_path: Path) -> None:
-    doubles(None, tmp_path)
-    two(doubles, tmp_path)
+    pools: list[Callable[[Path], object]] = [partial(doubles, None), partial(two, doubles)]
+    for number, pool in enumerate(pools):
+        folder = tmp_path / f"{number}"
+        folder.mkdir()
+        pool(folder)
 
 
 def other_model(mesh: DeviceMesh | None, folder: Path) -> list[str]:
@@ -1029,7 +1062,7 @@ def no_room(mesh: DeviceMesh | None, folder: Path) -> str:
     made = engine(mesh, tiny.model())
     state = made.init()
     with pytest.raises(OSError, match="No space left on device|os error 28") as caught:
-        made.save(state, state.module, folder)
+        made.save(state, state.module).write(folder)
     return str(caught.value)
 
 

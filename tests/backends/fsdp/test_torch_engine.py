@@ -23,7 +23,6 @@ from nrl.backends import Model, Optimizer, Schedule, Trainer, adamw, fsdp, learn
 from nrl.backends.fsdp import torch_engine
 from nrl.backends.fsdp.outputs import compute
 from nrl.backends.fsdp.torch_engine import TorchEngine
-from nrl.backends.fsdp.torch_state import FROZEN
 from nrl.backends.models import loading, named_weights
 from nrl.backends.models.pieces import fill, wholes
 from nrl.backends.training.terms import global_weights
@@ -32,6 +31,7 @@ from nrl.batch.packed_rows import Packing
 from nrl.errors import BatchError, ModelError
 from nrl.reduce import Mean, Metrics, Sum, finalize
 from nrl.runtime import Slots
+from nrl.runtime.mesh.resting import FROZEN
 from tests.backends.bigram import Recorder
 from tests.weights import assert_equal, bucket_of, weights
 
@@ -832,6 +832,7 @@ def test_making_a_trainer_is_cheap_and_its_errors_come_with_init(slots: Slots) -
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:fsdp.trainer. the model is in float64")  # that it is slow is known
 def test_a_gpu_computes_what_the_cpu_does(slots: Slots) -> None:
     batch, found = batch_of(MIXED, temperature=torch.full((len(MIXED),), 0.7)), {}
     for device in ("cpu", "cuda"):

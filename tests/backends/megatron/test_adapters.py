@@ -294,7 +294,7 @@ def saved_by(made: Any, layout: Layout, rank: int, folder: Path, alone: bool) ->
     """Three steps, saved; and three more."""
     state = trained_by(made, layout, rank)
     params = made.params(state)
-    record = made.save(state, made.adapter(params) if alone else params, folder).record
+    record = made.save(state, made.adapter(params) if alone else params).write(folder).record
     group = made._at.peers.group if hasattr(made, "_at") else None
     return record, steps(made, "grpo", parts(rows("grpo"), layout, rank), group, state)
 
@@ -356,7 +356,9 @@ def params_saved(mesh: DeviceMesh, layout: Layout, folder: Path, model: Model) -
     for number, (by, some) in enumerate([(made, made.adapter(params)), (made, params), (plain, plain.load(None))]):
         where = folder / str(number)
         where.mkdir(exist_ok=True)
-        back = made.restore_params(where, by.save_params(some, where).record)
+        record = by.save_params(some).write(where).record
+        made._at.peers.gather(None)  # all have written
+        back = made.restore_params(where, record)
         held = params if number < 2 else some
         assert not any(x.requires_grad for stage in back for x in stage.parameters())
         found += [whole(made, held), whole(made, back)]
@@ -373,7 +375,7 @@ def in_bfloat16(mesh: DeviceMesh, layout: Layout, model: Model, folder: Path) ->
     made = engine(mesh, layout, model)
     before = whole(made, made.load(None))
     state = trained_by(made, layout, mesh.get_rank(), 2)
-    return before, made.save(state, made.adapter(made.params(state)), folder).record
+    return before, made.save(state, made.adapter(made.params(state))).write(folder).record
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(dp=2)], ids=str)

@@ -327,7 +327,7 @@ def saved_by(made: Any, folder: Path, each: Sequence[Batch] | None = None, group
     state = made.init()
     for _ in range(3):
         state, _ = made.train(state, algos.grpo_loss, each, weights)
-    record = made.save(state, made.params(state), folder).record
+    record = made.save(state, made.params(state)).write(folder).record
     return record, steps(made, "grpo", each, group, state)
 
 
@@ -380,7 +380,7 @@ def in_bfloat16(mesh: DeviceMesh, layout: Layout, folder: str) -> tuple[dict[str
         state, metrics = made.train(state, sft_loss, each, global_weights(sft_loss, rows("sft")))
         losses.append(finalize(metrics)["loss"])
     after = dict(whole_weights(made.pieces(made.params(state)), "test", group))
-    made.save(state, made.params(state), Path(folder))
+    made.save(state, made.params(state)).write(Path(folder))
     return before, after, losses[0]
 
 

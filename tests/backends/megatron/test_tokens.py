@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def attended(rows: nrl.Rectangles | Sequences, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    return over(rows, CPU)(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), window, None)
+    return over(rows)(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), window, None)
 
 
 @given(

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from nrl.backends import Model
-from nrl.backends.models import exporting, loading, lora, named_weights, splitting
+from nrl.backends.models import exporting, loading, lora, named_weights, splitting, streaming
 from nrl.backends.models.exporting import export_weights
 from nrl.backends.models.named_weights import named_tensors
 from nrl.backends.models.pieces import whole
@@ -131,7 +131,7 @@ def test_an_adapters_folder_with_a_head_is_read_over_a_folder(head: Any, has_hea
 HUB = """
 import torch
 from nrl.backends import Model
-from nrl.backends.models import loading, lora
+from nrl.backends.models import loading, lora, streaming
 for head in ("lm", "value"):
     model = Model("someone/tiny", head=head)
     unread, whole = lora.unread(model), lora.build(model)
@@ -140,7 +140,7 @@ for head in ("lm", "value"):
         assert torch.equal(unread.read(name), expected), name
     if head == "lm":
         assert unread.module.generation_config.eos_token_id == whole.generation_config.eos_token_id == [7, 9]
-assert loading.unread(Model("someone/other")) is None
+assert streaming.unread(Model("someone/other")) is None
 print(loading.files(Model("someone/tiny")), loading.files(Model({"model_type": "qwen3"})))
 """
 
@@ -161,14 +161,13 @@ def test_a_name_on_the_hub_is_read_one_weight_at_a_time(tmp_path: Path) -> None:
 
 def test_what_only_transformers_can_read(tmp_path: Path) -> None:
     loading.save_model(loading.build(Model(SPLIT)), tmp_path / "split")
-    assert loading.unread(Model(str(tmp_path / "split"))) is None
-    assert loading.unread(Model(TINY)) is None
-    assert loading.unread(Model("a/name-on-the-hub")) is None
-    assert loading.unread(Model(str(tmp_path / "none"))) is None
+    assert streaming.unread(Model(str(tmp_path / "split"))) is None
+    assert streaming.unread(Model("a/name-on-the-hub")) is None
+    assert streaming.unread(Model(str(tmp_path / "none"))) is None
     wrong = tmp_path / "wrong"
     loading.save_model(loading.build(Model(TINY)), wrong)
     config = json.loads((wrong / "config.json").read_text())
     (wrong / "config.json").write_text(json.dumps(config | {"hidden_size": 32, "num_hidden_layers": 1}))
-    assert loading.unread(Model(str(wrong))) is None
+    assert streaming.unread(Model(str(wrong))) is None
     with pytest.raises(ModelError, match="the folder cannot be loaded as a causal language model"):
         loading.build(Model(str(wrong)))

@@ -481,7 +481,7 @@ def saved(mesh: DeviceMesh | None, folder: Path, model: Model) -> dict[str, Tens
         state, _ = made.train(state, sft_loss, mine(mesh, batch), global_weights(sft_loss, batch))
     for name in ("state", "merged", "adapter"):
         (folder / name).mkdir(parents=True, exist_ok=True)
-    record = made.save(state, made.adapter(state.module), folder / "state").record
+    record = made.save(state, made.adapter(state.module)).write(folder / "state").record
     (folder / "record.json").write_text(json.dumps(record))
     made.export(made.freeze(state.module), folder / "merged")
     made.export(made.adapter(made.freeze(state.module)), folder / "adapter")

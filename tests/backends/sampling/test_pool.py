@@ -40,9 +40,10 @@ from nrl.errors import (
     LostActor,
     LostRequest,
     ModelError,
+    PlacementError,
 )
 from nrl.runtime import Cluster, Mesh, P, cluster, shard_map
-from nrl.runtime.mesh.local import LocalCluster
+from nrl.runtime.mesh.local import LocalCluster, _ThisProcess
 from nrl.runtime.trace import timeline
 from tests.processes import settled
 from tests.weights import bucket_of
@@ -230,7 +231,9 @@ def test_what_an_engine_raises_is_for_those_that_it_was_asked(here: Cluster) -> 
     assert not ENGINES[0].rows  # it was told to forget the other
 
 
-def test_an_engine_that_raises_what_nrl_does_not_is_started_again(here: Cluster) -> None:
+def test_an_engine_that_raises_what_nrl_does_not_is_started_again(
+    here: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
     sampler = sampler_on(here)
     sampler.receive([[]], 1)
     (row,) = sampler.stream([[5]], [0], LONG)
@@ -244,6 +247,9 @@ def test_an_engine_that_raises_what_nrl_does_not_is_started_again(here: Cluster)
     with pytest.warns(UserWarning, match=lost):
         assert raising() == [1] * 100  # by the next, which has the weights
     assert (row.result().times, len(ENGINES)) == (2, 2)
+    at_once, _, _ = capsys.readouterr().err.partition("\n")  # before what the test has caught above
+    assert at_once.startswith("patient: a rank of mesh 'engine 0' on node ? is lost: its engine raised MemoryError: to")
+    assert " Its 1 requests are asked again, and mesh 'engine 0' is started again in Slots(0 on " in at_once
 
 
 @pytest.mark.filterwarnings("ignore:.*an engine was lost")
@@ -311,6 +317,25 @@ def test_an_engine_that_raises_on_purpose_while_it_is_started_again_is_given_up(
     assert len(ENGINES) == 1
 
 
+@pytest.mark.filterwarnings("ignore:.*an engine was lost")
+def test_an_engine_whose_host_is_gone_is_given_up_because_of_that(
+    here: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `nrl.retrying` looks for is the loss, and not that there is no place now."""
+    sampler = sampler_on(here)
+
+    def nowhere(*_: Any) -> Any:
+        raise PlacementError("node 10.0.0.3 of its slots is gone")
+
+    monkeypatch.setattr(_ThisProcess, "ended", True)
+    monkeypatch.setattr(LocalCluster, "start", nowhere)
+    ENGINES[0].raises.append(LostActor("generate", "engine 0", 0, "10.0.0.3", "its node is gone"))
+    error = sampler.stream([[5]], [0])[0].exception(60)
+    assert not settled(lambda: sampler._tended, 60)
+    assert isinstance(error, PlacementError)
+    assert isinstance(error.__cause__, LostActor)
+
+
 @pytest.fixture
 def checked(here: Cluster) -> tuple[Any, StreamingEnginePool]:
     """Params, and a sampler of real engines that have them; one that computes otherwise than the trainer is found."""
@@ -357,13 +382,13 @@ def test_an_engine_that_is_started_again_is_checked_before_it_serves(
         sampler.generate([[5]])
     monkeypatch.setattr(HfEngine, "add", add)
     nrl.publish(params, sampler)
-    logprobs = Trainer.logprobs
+    check = Weights.check
 
-    def counted(*args: Any) -> Any:
+    def counted(*args: Any) -> None:
         checks.append(1)
-        return logprobs(*args)
+        check(*args)
 
-    monkeypatch.setattr(Trainer, "logprobs", counted)
+    monkeypatch.setattr(Weights, "check", counted)
     with pytest.warns(UserWarning, match="started again; 1 requests were asked again, and 0 given up. checked"):
         row = dies(sampler, monkeypatch)
     assert (row.result(60).version, checks) == (1, [1])
@@ -394,20 +419,20 @@ def test_an_engine_that_computes_otherwise_after_a_start_leaves_the_others_alone
     assert len(sampler.everywhere([5], SHORT).result(60)) == 2
 
 
-def test_an_engine_whose_weights_are_consumed_before_it_is_checked_gets_the_next(
+def test_an_engine_whose_weights_are_consumed_before_it_is_given_them_gets_the_next(
     checked: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params, sampler = checked
 
     def consumed(*_: Any) -> Any:
-        raise ConsumedState("logprobs: a step has consumed them")
+        raise ConsumedState("publish: a step has consumed them")
 
-    logprobs = Trainer.logprobs
-    monkeypatch.setattr(Trainer, "logprobs", consumed)
+    buckets = Trainer.buckets
+    monkeypatch.setattr(Trainer, "buckets", consumed)
     with pytest.warns(UserWarning, match="requests wait for the next publish"):
         row = dies(sampler, monkeypatch)
     assert not row.done()
-    monkeypatch.setattr(Trainer, "logprobs", logprobs)
+    monkeypatch.setattr(Trainer, "buckets", buckets)
     nrl.publish(params, sampler)
     assert row.result(60).version == 1
 
@@ -441,7 +466,7 @@ def test_weights_that_arrive_damaged_are_not_sent_another_way(here: Cluster) -> 
             raise CorruptedTransfer("transfer: 'x' did not arrive as it was sent")
 
     with pytest.raises(CorruptedTransfer, match="'x' did not arrive"):
-        sampler.receive(Damaged(params), 1)
+        sampler.receive(Damaged(params, sampler), 1)
     with pytest.raises(GenerationError, match="incomplete since the last receive"):
         sampler.generate([[5]])
 

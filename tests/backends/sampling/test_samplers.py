@@ -239,7 +239,7 @@ def test_weights_that_are_not_its_own_are_refused(it: Made) -> None:
 
 @pytest.mark.parametrize("it", kinds("vllm"), indirect=True)
 def test_samples_of_a_prompt_share_its_prefill(it: Made) -> None:
-    """By vLLM's own counters: all but the first find its full blocks, of 128 tokens, read already."""
+    """By vLLM's own counters: all but the first find its full blocks, of 32 tokens, read already."""
     (seat,) = it.sampler._seats
 
     def count(engine: Any) -> None:
@@ -254,10 +254,10 @@ def test_samples_of_a_prompt_share_its_prefill(it: Made) -> None:
 
     nrl.publish(it.params(1), it.sampler)  # nothing has been read with these
     from_all(seat.mesh, "count", count, seat._there)
-    prompt = [(11 * place) % 60 + 5 for place in range(3 * 128 + 20)]
+    prompt = [(11 * place) % 60 + 5 for place in range(12 * 32 + 20)]
     rows = it.sampler.generate([prompt] * 8, sampling=SHORT).result()
     found = from_all(seat.mesh, "counted", counted, seat._there)
-    assert set(found) == {(8, 8 * len(prompt), 7 * 3 * 128)}
+    assert set(found) == {(8, 8 * len(prompt), 7 * 12 * 32)}
     assert len({tuple(row.token_ids.tolist()) for row in rows}) > 1
 
 
@@ -338,7 +338,7 @@ def test_rows_go_on_where_weights_broke_off(it: Made) -> None:
     params = it.params(8)
     rows, _ = under_way(it)
     with pytest.warns(UserWarning, match="the weights go by value now, which is slower: cast: another engine died"):
-        it.sampler.receive(BreaksOff(params), 99, inflight="keep")
+        it.sampler.receive(BreaksOff(params, it.sampler), 99, inflight="keep")
     found = [row.result(120) for row in rows]
     late = [place for place, row in enumerate(found) if row.version == 99]
     assert late

@@ -296,6 +296,7 @@ def test_layouts_of_memory() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_on_a_gpu_without_waiting_for_it(dtype: torch.dtype) -> None:
     given = inputs(dtype, bias=True)

@@ -15,12 +15,13 @@ from torch import Tensor
 import nrl
 from nrl import checkpoint
 from nrl.backends import Params, Trainer, TrainState
+from nrl.backends.to_save import ToSave
 from nrl.backends.training import shared_folders
 from nrl.backends.training.shared_folders import Stranger, answer, check, see, stranger
 from nrl.backends.training.trainer import make_trainer
 from nrl.checkpoint import Checkpoints
 from nrl.errors import CheckpointError
-from nrl.files import Saved, Written, write
+from nrl.files import Folder, Saved, Written, write
 from nrl.runtime import Cluster
 from nrl.runtime.mesh.current_process import Process, entered
 from nrl.stream import counting
@@ -56,7 +57,7 @@ def test_a_folder_that_is_not_in_common(prepare: Callable[[Path, str], object], 
     folder, other = tmp_path / "here", tmp_path / "there"
     folder.mkdir()
 
-    def ask(given: Path, note: str) -> list[tuple[str, str]]:
+    def ask(given: Folder, note: str) -> list[tuple[str, str]]:
         assert given == folder
         prepare(other, note)
         return [answer(given, note), second(answer, other, note)]
@@ -183,18 +184,27 @@ def test_a_model_on_another_disk_is_not_lost_silently(
 
 
 @attrs.frozen
-class Loses(Bigram):
-    """Its file is another one where the program looks."""
+class _Lost(ToSave):
+    left: bytes | None
 
-    left: bytes | None = None
-
-    def save(self, state: BigramState, params: Tensor, folder: Path) -> Saved:
-        written = super().save(state, params, folder)
+    def write(self, folder: Folder) -> Saved:
+        written = super().write(folder)
         if self.left is None:
             (folder / "table.pt").unlink()
         else:
             (folder / "table.pt").write_bytes(self.left)
         return written
+
+
+@attrs.frozen
+class Loses(Bigram):
+    """Its file is another one where the program looks."""
+
+    left: bytes | None = None
+
+    def save(self, state: BigramState, params: Tensor) -> ToSave:
+        made = super().save(state, params)
+        return _Lost(made.files, made.record, self.left)
 
 
 @pytest.mark.parametrize(("left", "message"), [(None, "is missing"), (b"half", r"has 4 bytes, and had \d+")])
@@ -206,6 +216,13 @@ def test_files_that_do_not_arrive_make_no_checkpoint(left: bytes | None, message
         ):
             checkpoint.save(tmp_path / "000001", 0, {"policy": trainer.init()})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_another_number_of_processes_left_is_gone_after_a_save(trainer: Trainer, tmp_path: Path) -> None:
+    for name in ("00002-of-00003.safetensors", "notes.txt"):
+        (tmp_path / name).write_bytes(b"left")
+    trainer.save(trainer.init(), tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json", "notes.txt", "table.pt"]
 
 
 def test_half_of_what_was_saved_is_not_restored(trainer: Trainer, tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ from nrl import P, shard_map
 from nrl.algos import Loss
 from nrl.backends.base import Piece
 from nrl.backends.models.pieces import Filling, whole
+from nrl.backends.to_save import ToSave
 from nrl.backends.training.trainer import make_trainer
 from nrl.batch import Batch, assign
-from nrl.files import Saved
+from nrl.files import Folder
 from nrl.reduce import Mean, Metrics, finalize
 from nrl.runtime import Cluster, process
 
@@ -106,12 +107,12 @@ class TwoStages:
         if process().device_mesh.get_local_rank("dp") == 0:
             yield whole(NAMES[self.stage], params.detach())
 
-    def save(self, *args: Any) -> Saved:
+    def save(self, *args: Any) -> ToSave:
         raise NotImplementedError
 
     save_params = save
 
-    def restore(self, folder: Path, record: Mapping[str, Any]) -> Tensor:
+    def restore(self, folder: Folder, record: Mapping[str, Any]) -> Tensor:
         raise NotImplementedError
 
     restore_params = restore

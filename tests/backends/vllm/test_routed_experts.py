@@ -57,7 +57,7 @@ def finished(recorded: Any) -> Any:
     """The fields of vLLM's RequestOutput that are read: a prompt of three tokens, of which three more were sampled."""
     output = SimpleNamespace(
         token_ids=[20, 21, 2],
-        logprobs=[{token: SimpleNamespace(logprob=-0.5)} for token in (20, 21, 2)],
+        logprobs=SimpleNamespace(token_ids=[20, 21, 2], logprobs=[-0.5] * 3, start_indices=[0, 1, 2]),
         weight_versions=[SimpleNamespace(start=0, end=3, version="4")],
         finish_reason="stop",
         routed_experts=recorded,

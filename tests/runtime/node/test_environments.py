@@ -126,8 +126,9 @@ def test_only_what_differs_is_built_and_that_is_said_in_one_paragraph(tmp_path: 
     python = provide(new, folder=tmp_path, say=said.append)
     built = json.loads((old / INVENTORY).read_text())["built"]
     assert said[0] == (
-        f"{new.name} is not in {tmp_path}. The nearest there is {old.name}, built {built}; since then there have "
-        "changed: the source of tiny 1.0. Only that is built now. To find it ready, run `nrl venvs build tiny` where "
+        f"{new.name} is not in {tmp_path}. The nearest there is {old.name}, built {built}. What that one "
+        "has -> what the program's lock and source have: the source of tiny 1.0. Only that is built now. To find it "
+        "ready, run `nrl venvs build tiny` where "
         "that folder or image is made; to use what is there, go back to the lock and the source that it was made from."
     )
     assert run(python, "-c", "import tiny, other; print(tiny.x)") == "2"

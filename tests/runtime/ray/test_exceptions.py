@@ -145,6 +145,11 @@ def test_a_line_is_said_as_often_as_the_rank_that_says_it_most(capsys: pytest.Ca
     say("sampler[0]", "step", ip="10.0.0.3")
     say("trainer[1]", "step", err=True)
     say("provide", "building")
+    traces = (
+        "Possible reasons include: (1) a\n (2) b. Last 20 lines of the Raylet logs:\n    [state-dump] \tRPC - 1 total"
+    )
+    say("", f"Raylet is terminated. Termination is unexpected. {traces}\n    [state-dump]\n")
+    say("trainer[1]", "[W] [c10d] The hostname of the client socket cannot be retrieved. err=-3")
     out, err = capsys.readouterr()
     assert out.splitlines() == [
         "(trainer[0]) step",
@@ -153,7 +158,7 @@ def test_a_line_is_said_as_often_as_the_rank_that_says_it_most(capsys: pytest.Ca
         "(sampler[0], 10.0.0.3) step",
     ]
     assert err == "(trainer[1]) step\n"
-    assert [data["lines"] for data in other] == [["building"]]
+    assert [data["lines"] for data in other] == [["building"], ["Raylet is terminated. Termination is unexpected"]]
 
 
 def test_the_last_lines_of_logs_are_those_that_a_process_wrote(tmp_path: Path) -> None:

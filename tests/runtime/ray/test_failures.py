@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -89,6 +90,21 @@ def test_killed_in_a_call(slots: Slots) -> None:
     assert error.who == "shard_map(work)"
     assert error.log == "rank 0 works\n"
     assert settled(lambda: alive(second), 60) is False
+
+
+def test_where_processes_meet(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a port of the program's range; those of gloo are the system's choice."""
+
+    def port(x: Tensor) -> Tensor:
+        from torch.distributed import distributed_c10d
+
+        store: Any = distributed_c10d._get_default_store()
+        return torch.full_like(x, store.underlying_store.port, dtype=torch.long)
+
+    monkeypatch.setenv("NRL_PORTS", "21000-21999")
+    found = on(slots.mesh(executable="system", name="meeting"), port).result().tolist()
+    assert len({*found}) == 1
+    assert 21000 <= found[0] <= 21999
 
 
 @pytest.mark.slow
@@ -324,4 +340,35 @@ for address in sys.argv[1:]:
     assert client.startswith("True cluster: ray://head:10001 is an address of Ray Client, through which")
     assert nobody.startswith("True cluster: there is no Ray cluster at '127.0.0.1:1' (")
     assert unknown.startswith("True cluster: there is no Ray cluster at 'nowhere.invalid:6379' (")
+    assert run.stderr == ""
+
+
+def test_a_head_that_is_gone_or_says_nothing(on_ray: Cluster, tmp_path: Path) -> None:
+    """Ray itself would try for a quarter of an hour. No other cluster of this machine is to be found in the process."""
+    script = """
+import functools, sys, time, nrl
+from ray._private import services
+for address, running in (("auto", ()), ("auto", ["127.0.0.1:1"]), (sys.argv[1], ())):
+    services.find_gcs_addresses = functools.cache(lambda: running)
+    began = time.monotonic()
+    try:
+        with nrl.cluster(address, deadline=2):
+            print("entered")
+    except nrl.errors.PlacementError as error:
+        print(time.monotonic() - began < 30, error)
+"""
+    file = tmp_path / "ray" / "ray_current_cluster"
+    file.parent.mkdir()
+    file.write_text("127.0.0.1:2")
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # as of a process that has been stopped
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        env |= {"RAY_TMPDIR": str(tmp_path)}
+        run = subprocess.run([sys.executable, "-c", script, address], capture_output=True, text=True, env=env)
+    stale, left, stopped = run.stdout.splitlines()
+    assert stale.startswith("True cluster: no head of a Ray cluster answers at 127.0.0.1:2 ([Errno 111] Connection ")
+    assert f"where the file {file} says that it is; that is stale: delete it, or end what is left by `ray s" in stale
+    assert "answers at 127.0.0.1:1 (" in left
+    assert "where processes of Ray on this machine look for it; they are left over: end them by `ray stop`. " in left
+    assert stopped.startswith(f"True cluster: there is no Ray cluster at '{address}' (something listens there, and s")
     assert run.stderr == ""

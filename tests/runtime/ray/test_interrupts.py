@@ -18,9 +18,9 @@ from nrl.backends.training.trainer import make_trainer
 from nrl.batch import Batch
 from nrl.errors import ClusterError, ConsumedState
 from nrl.runtime import Mesh, donated, resident, shard_map
-from nrl.runtime.mesh.placement import Out
+from nrl.runtime.mesh.processes import Out
 from nrl.runtime.ray.interrupts import deferred
-from nrl.runtime.ray.processes import RayProcesses
+from nrl.runtime.ray.processes import RayProcesses, Seat
 from tests.backends.bigram import Bigram
 
 Handler = Callable[[int, FrameType | None], Any]
@@ -62,7 +62,7 @@ def calls(mesh: Mesh, then: Callable[[int], None]) -> tuple[RayProcesses, list[i
         return SimpleNamespace(do=SimpleNamespace(remote=remote, options=lambda **_: SimpleNamespace(remote=remote)))
 
     actors = [actor(rank) for rank in range(mesh.size)]
-    return RayProcesses(mesh, actors, [("node", "address")] * mesh.size, 60.0, actor), got
+    return RayProcesses(mesh, actors, [Seat("node", "address")] * mesh.size, 60.0, actor), got
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -1,13 +1,16 @@
 """Several nodes in one machine: where slots lie, an environment for each, a node that is lost, two drivers at once."""
 
+import io
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +21,12 @@ from torch import Tensor
 
 import nrl
 from nrl.errors import ClusterError, LostActor, PlacementError
-from nrl.runtime import Executable, P, process, shard_map
+from nrl.runtime import Executable, P, Slots, process, shard_map
 from nrl.runtime.mesh.placement import Strategy
 from nrl.runtime.node.environments import used
+from nrl.runtime.ray import groups
+from nrl.runtime.ray.groups import Wanted
+from nrl.runtime.trace.timeline import recording
 from tests.children import server
 from tests.processes import descendants, settled, titles
 
@@ -119,10 +125,31 @@ def reserves(address: str, say: Callable[[Any], None]) -> None:
                 say(str(caught.value))
     say(refused(address, 3, "STRICT_PACK"))
     say(refused(address, 3, "STRICT_SPREAD"))
+    for n, per_host in ((4, 2), (3, 2), (2, 1)):
+        with nrl.cluster(address, deadline=60) as cluster:
+            slots = cluster.reserve(n, per_host=per_host)
+            nodes = [slot.node for slot in cluster._slots]  # type: ignore[attr-defined]
+            say([nodes.count(node) for node in dict.fromkeys(nodes)])
+            assert nodes == sorted(nodes, key=nodes.index)  # those of a host follow one another
+            [host] = {*slots.hosts}
+            assert host in {node["NodeManagerAddress"] for node in ray.nodes()}
+            assert repr(slots[1:2]) == f"Slots(1 on {host})"
+            assert not slots.gpus
+    with nrl.cluster(address, deadline=60) as cluster, pytest.MonkeyPatch.context() as patch:
+        settled(lambda: ray.available_resources().get("CPU", 0) != 4, 20)
+        patch.setattr(groups, "_ALL", 2.0)
+        with redirect_stderr(io.StringIO()) as lines:
+            say([len(cluster.reserve(9, least=3)), lines.getvalue()])
+    with nrl.cluster(address, deadline=60) as cluster, pytest.raises(PlacementError) as caught:
+        cluster.reserve(3, per_host=3, deadline=2)
+    say(str(caught.value))
 
 
 def test_where_slots_lie(nodes: Nodes) -> None:
-    *found, taken, too_many, too_few = nodes.run(reserves)
+    *found, taken, too_many, too_few, two_each, two_and_one, one_each, fewer, too_large = nodes.run(reserves)
+    assert fewer == [4, "reserve: 9 slots of 1 CPU each, PACK, are not to be had within 2 s; 4 will do\n"]
+    assert (two_each, two_and_one, one_each) == ([2, 2], [2, 1], [1, 1])
+    assert "3 slots of 1 CPU each, 3 on each host, cannot be had (waited 2 s)" in too_large
     assert found == [[1, 1], [1, 1], [1, 2], [1, 2], [1, 2]]  # one group each: an earlier one is gone
     assert taken.startswith(
         "reserve: 1 slots of 1 CPU each, PACK, cannot be had (waited 2 s); the cluster has 3 node(s)"
@@ -216,6 +243,36 @@ def test_a_driver_that_is_killed_leaves_nothing_and_others_alone(nodes: Nodes) -
     assert settled(nodes.busy, 15) == []
 
 
+def reads(address: str, say: Callable[[Any], None]) -> None:
+    """A driver that gives one mesh what another has made on a node that is lost meanwhile."""
+    import ray
+
+    with nrl.cluster(address, deadline=200) as cluster:
+        slots = cluster.reserve(2, strategy="STRICT_SPREAD")
+        maker, reader = (slots[place].mesh(executable="system", name=name) for place, name in enumerate(("maker", "r")))
+        made = shard_map(lambda x: x.new_zeros(2, 2**18), maker, P("dp"), P("dp"))(torch.zeros(2))
+        for mesh in (maker, reader):
+            shard_map(lambda x: x, mesh, P("dp"), P("dp"))(torch.zeros(2)).result()
+        say(node := maker.processes.nodes[0].node)  # type: ignore[attr-defined]
+        say("made")
+        assert not settled(lambda: any(each["Alive"] and each["NodeID"] == node for each in ray.nodes()), 100)
+        with pytest.raises(LostActor) as caught:
+            shard_map(lambda x: x, reader, P("dp"), P("dp"))(made).result()
+        say([caught.value.mesh, caught.value.rank, caught.value.cause])
+
+
+def test_the_node_of_a_value_is_lost(nodes: Nodes) -> None:
+    """The mesh that made it is blamed, and not the one that was to read it."""
+    nodes.workers["c"] = nodes.add("c")
+    driver = nodes.start(reads)
+    driver.until_it_says("made")
+    [name] = [name for name, node in nodes.workers.items() if node.node_id == driver.said()[0]]
+    nodes.cluster.remove_node(nodes.workers.pop(name), allow_graceful=False)
+    nodes.workers = dict(zip("ab", nodes.workers.values(), strict=True))
+    driver.process.join(200)
+    assert driver.said()[2:] == [["maker", 0, "its node is gone"]]
+
+
 def loses(address: str, say: Callable[[Any], None]) -> None:
     from ray.util.placement_group import placement_group_table
 
@@ -236,9 +293,9 @@ def loses(address: str, say: Callable[[Any], None]) -> None:
         say([time.time(), caught.value.mesh, caught.value.cause])
         settled(lambda: placement_group_table(cluster._groups[0])["state"] == "CREATED", 60)  # type: ignore[attr-defined]
         cluster.deadline = 3.0  # type: ignore[attr-defined]
-        with pytest.raises(PlacementError) as refused:
-            slots.mesh(executable="system")
-        say(str(refused.value))
+        with pytest.raises(PlacementError) as refused, redirect_stderr(io.StringIO()) as at_once:
+            slots.mesh(executable="system", name="moved")
+        say([at_once.getvalue(), str(refused.value)])
         cluster.deadline = 200.0  # type: ignore[attr-defined]
         mesh = cluster.reserve(1, deadline=60).mesh(executable="system", name="next")
         say(shard_map(lambda x: x + 1, mesh, P("dp"), P("dp"))(torch.zeros(2)).result().tolist())
@@ -254,7 +311,12 @@ def test_a_node_is_lost(nodes: Nodes) -> None:
     assert mesh == "wide"
     assert cause
     assert when - gone < 30
-    assert moved.startswith("mesh: a node of its slots is gone, and no other had room for them within 3 s; leave the")
+    at_once, refused = moved
+    lost = re.match(r"mesh 'moved': node \S+ of its slots is gone", at_once)
+    assert lost
+    waits = f"{lost[0]}; waiting for a place for slots [01] on other nodes \\(0 of 3 s\\); the cluster has "
+    assert re.match(waits, at_once)
+    assert refused.startswith(f"{lost[0]}, and no other had room for them within 3 s; leave the cluster, and reserve ")
     assert result == [1, 1]
     assert settled(nodes.busy, 15) == []
 
@@ -292,26 +354,99 @@ def test_a_node_is_lost_at_random_moments(nodes: Nodes) -> None:
     assert "LostActor" in hit, hit
 
 
+def alive() -> list[Any]:
+    import ray
+
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
 def shares_gpus(address: str, say: Callable[[Any], None]) -> None:
+    """It enters the cluster before there is a GPU, and waits for more CPUs than there are."""
+    import ray
+
     with nrl.cluster(address, deadline=200) as cluster:
+        settled(lambda: ray.available_resources()["CPU"] < sum(n["Resources"].get("CPU", 0) for n in alive()), 20)
+        assert not cluster.reserve(int(ray.available_resources()["CPU"]) - 1).gpus
+        say(Wanted(2, "PACK", None, gpu=True).waiting(3))
+        say("at it")
         slots = cluster.reserve(2)
+        assert slots.gpus
         for mesh in [slots.mesh(executable="system", name=name) for name in ("one", "two")]:  # both on the same GPUs
             look = shard_map(
                 lambda x: torch.full_like(x, int(os.environ["CUDA_VISIBLE_DEVICES"])), mesh, P("dp"), P("dp")
             )
             say(sorted(look(torch.zeros(2)).result().tolist()))
+        with pytest.raises(FileNotFoundError) as raised:
+            shard_map(lambda x: x + len(Path("/nowhere").read_text()), mesh, P("dp"), P("dp"))(torch.zeros(2)).result()
+        say(raised.value.__notes__[0])
         with pytest.raises(PlacementError) as caught:
             cluster.reserve(1, deadline=2)
         say(str(caught.value))
+        say(cluster.reserve(1, kind="cpu").gpus)
 
 
-def test_slots_with_gpus(nodes: Nodes) -> None:
+def test_slots_with_gpus_that_join_later(nodes: Nodes) -> None:
     """Logical ones: Ray counts what a node declares, and tells processes which are theirs."""
+    driver = nodes.start(shares_gpus)
+    driver.until_it_says("at it")
     nodes.add("a", num_gpus=2)
-    one, two, taken = nodes.run(shares_gpus)
+    driver.process.join(200)
+    waits, _, one, two, raised, taken, gpus = driver.said()
+    assert re.match(r"raised in rank [01] of mesh 'two' on node \d+\.\d+\.\d+\.\d+:\nTraceback", raised)
+    assert waits.startswith(
+        "reserve: waiting for 2 slots of 1 GPU and 1 CPU each, PACK, since no node has a GPU yet (3 s); the cluster has"
+    )
+    assert "0 GPU, 2 CPU" in waits
+    assert gpus is False
     assert one == two == [0, 1]
     assert taken.startswith(
         "reserve: 1 slots of 1 GPU and 1 CPU each, PACK, cannot be had (waited 2 s); the cluster has"
     )
     assert "0 GPU, 0 CPU" in taken
     assert ": 2 GPU, 2 CPU" in taken
+
+
+OTHER = """
+import os, time
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+now = time.time
+time.time = lambda: now() + 100
+"""
+
+
+def differs(address: str, say: Callable[[Any], None], folder: str, node: str) -> None:
+    import ray
+
+    os.environ.pop("OMP_NUM_THREADS", None)
+    began = time.time()
+    with nrl.cluster(address, deadline=200) as cluster, redirect_stderr(io.StringIO()) as lines:
+        settled(lambda: ray.available_resources()["CPU"] < sum(n["Resources"].get("CPU", 0) for n in alive()), 20)
+        hosts = [each["NodeID"] for each in alive() if each["Resources"].get("CPU")]
+        every = cluster.reserve(len(hosts), per_host=1, kind="cpu")
+        there = [each.node for each in cluster._slots].index(node)  # type: ignore[attr-defined]
+        slots = Slots(cluster, (there, (there + 1) % len(every)))
+        with recording(Path(folder)) as file:
+            mesh = slots.mesh(executable="system", name="uneven")
+            shard_map(lambda x: x, mesh, P("dp"), P("dp"))(torch.zeros(2)).result()
+            say(lines.getvalue())
+        events = json.loads(file.read_text().rstrip().removesuffix("]") + "]")
+        rows = [event for event in events if event["ph"] == "X" and event["pid"] != 1]  # not the driver's
+    say([len(rows), min(row["ts"] for row in rows) / 1e6 - began, max(row["ts"] + row["dur"] for row in rows) / 1e6])
+    say(time.time())
+
+
+def test_a_host_with_another_clock_and_fewer_cores(nodes: Nodes, tmp_path: Path) -> None:
+    """As Python sees them there: this machine has one clock."""
+    (tmp_path / "sitecustomize.py").write_text(OTHER)
+    there = {"PYTHONPATH": str(tmp_path), "NRL_VENV_DIR": str(nodes.folder / "c")}
+    other = nodes.cluster.add_node(num_cpus=2, env_vars=there)
+    lines, (count, before, last), now = nodes.run(differs, str(tmp_path), other.node_id)
+    assert re.search(
+        r"mesh 'uneven': the clock of node \S+ is (99|100)\.\d s ahead of the driver's; the timeline ", lines
+    )
+    assert lines.count("the clock of") == 1
+    if len(os.sched_getaffinity(0)) > 1:
+        assert re.search(r"mesh 'uneven': its processes have unequal numbers of threads \(.*1 on node ", lines)
+    assert count == 4  # the start and the call of each rank
+    assert before > 0
+    assert last < now

@@ -24,7 +24,7 @@ from nrl.errors import (
 )
 from nrl.reduce import Sum, finalize
 from nrl.runtime import Cluster, Executable, Mesh, P, Slots, donated, merged, process, resident, shard_map
-from nrl.runtime.mesh.placement import Out
+from nrl.runtime.mesh.processes import Out
 from nrl.runtime.ray.pickling import deserialized
 
 pytestmark = pytest.mark.ray

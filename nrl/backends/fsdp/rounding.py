@@ -1,0 +1,97 @@
+"""A model of float32 weights that computes in bfloat16 in one process, and rounds where a sharded one does.
+
+``fully_shard`` gathers the weights of a layer in bfloat16 when the layer begins, and those outside of layers when the
+model does. In one process nothing is gathered, so the same weights are cast at the same places. All that the model
+computes is then in bfloat16, as it is where transformers or vLLM have loaded it in that dtype; what a model computes in
+float32 it casts itself. Weights and the sums of their gradients stay in float32.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["guarded", "layers", "outside_cast", "round_layers"]
+
+type _Masters = list[tuple[dict[str, Any], str, Tensor]]
+_ONE_AT_A_TIME = threading.RLock()
+
+
+def layers(module: nn.Module) -> list[nn.Module]:
+    """The layers of a transformers model: what activation checkpointing computes again."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
+
+
+def round_layers(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the weights of each layer while it computes, also where the backward pass computes it again.
+
+    Args:
+        module: a transformers model; a copy of it does the same.
+        dtype: of the weights in a layer.
+    """
+    module.nrl_rounds = True  # type: ignore[assignment]
+    for layer in layers(module):
+        layer.register_forward_pre_hook(partial(_begin, dtype))
+        layer.register_forward_hook(_end, always_call=True)
+
+
+@contextlib.contextmanager
+def guarded(module: nn.Module) -> Iterator[None]:
+    """After the block the weights are there again, also after an interrupt; one thread at a time is in such a block.
+
+    torch calls the hooks of a layer after an error, but not after a ``KeyboardInterrupt``. For a model that
+    `round_layers` has not changed nothing is done.
+    """
+    if not getattr(module, "nrl_rounds", False):
+        yield
+        return
+    with _ONE_AT_A_TIME:
+        try:
+            yield
+        finally:
+            for layer in layers(module):
+                _end(layer)
+
+
+@contextlib.contextmanager
+def outside_cast(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Cast the weights outside of layers inside of the block, tied ones once."""
+    inside = {id(part) for layer in layers(module) for part in layer.modules()}
+    masters = _cast([part for part in module.modules() if id(part) not in inside], dtype)
+    try:
+        yield
+    finally:
+        _restore(masters)
+
+
+def _begin(dtype: torch.dtype, layer: Any, args: Any) -> None:
+    layer.nrl_masters = _cast(list(layer.modules()), dtype)
+
+
+def _end(layer: Any, args: Any = None, output: Any = None) -> None:
+    _restore(layer.__dict__.pop("nrl_masters", []))
+
+
+def _cast(parts: list[nn.Module], dtype: torch.dtype) -> _Masters:
+    """Put casts of the parameters in their places; returns what was there."""
+    found: _Masters = [
+        (part._parameters, name, x)
+        for part in parts
+        for name, x in part._parameters.items()
+        if x is not None and x.is_floating_point()
+    ]
+    casts = {id(x): x.to(dtype) for _, _, x in found}
+    for parameters, name, x in found:
+        parameters[name] = casts[id(x)]
+    return found
+
+
+def _restore(masters: _Masters) -> None:
+    for parameters, name, x in masters:
+        parameters[name] = x

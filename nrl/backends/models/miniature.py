@@ -1,0 +1,143 @@
+"""A small model of the same kind as a large one, with which one can try what the kind computes."""
+
+import copy
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from nrl.backends.models.loading import dropout_off
+from nrl.errors import ModelError
+
+__all__ = ["miniature"]
+
+_WIDE = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "intermediate_size_mlp")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_WIDTH, _WORDS = 64, 128
+
+
+def miniature(module: Any) -> Any:
+    """A model of the same class and config with fewer layers, words, heads and experts, in float32 on the CPU.
+
+    It has two layers, or as many of the first ones as it takes to have each kind. Its weights are random, of a size
+    that shows: norms and biases, too, are not those of a new model, which hide mistakes. What a config makes narrower
+    in a way that its class does not take is tried with fewer changes; at last only the layers are fewer.
+
+    Args:
+        module: a transformers model; its parameters need not take memory, and are not read.
+
+    Raises:
+        ModelError: such a model computes nothing.
+
+    >>> from nrl import tiny
+    >>> from nrl.backends.models import loading
+    >>> large = loading.skeleton(tiny.model(num_hidden_layers=40, intermediate_size=4096))
+    >>> sum(parameter.numel() for parameter in miniature(large).parameters()) < 200_000
+    True
+    """
+    error: Exception | None = None
+    for narrow, few_words in ((True, True), (False, True), (False, False)):
+        config = copy.deepcopy(module.config)
+        for each in _all(config):
+            _shrink(each, narrow, few_words)
+        try:
+            made: Any = _of_each_kind(module, config)
+            with torch.no_grad():
+                made.base_model(input_ids=torch.tensor([[1, 2]]), use_cache=False)
+            return made
+        except Exception as found:  # transformers raises all kinds
+            error = found
+    raise ModelError(
+        f"{type(module).__name__}: a model of this kind with random weights computes nothing "
+        f"({type(error).__name__}: {error}), so it cannot be shown that this backend computes its numbers"
+    ) from error
+
+
+def _all(config: Any) -> Iterator[Any]:
+    """A config, and those that it is composed of."""
+    yield config
+    for name in getattr(config, "sub_configs", {}):
+        if (part := getattr(config, name, None)) is not None:
+            yield from _all(part)
+
+
+def _shrink(config: Any, narrow: bool, few_words: bool) -> None:
+    def cap(name: str, most: int) -> None:
+        if isinstance(found := getattr(config, name, None), int) and not isinstance(found, bool):
+            setattr(config, name, min(found, most))
+
+    if few_words:
+        cap("vocab_size", _WORDS)
+        words = getattr(config, "vocab_size", math.inf)
+        for name, value in list(vars(config).items()):
+            if name.endswith("_token_id") and isinstance(value, int) and value >= (words or math.inf):
+                setattr(config, name, None)
+    if not narrow:
+        return
+    for name in {each for each in vars(config) if each.endswith(_WIDE)}:
+        cap(name, _WIDTH)
+    chosen = getattr(config, "num_experts_per_tok", None)
+    for name in _EXPERTS:
+        cap(name, 2 * chosen if isinstance(chosen, int) else 8)
+    heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+    shared = getattr(config, "num_key_value_heads", None) or heads
+    if isinstance(heads, int) and isinstance(width, int) and isinstance(shared, int) and not heads % shared:
+        few = heads // shared * min(shared, 2)
+        if few < heads and not width * few % heads:
+            config.hidden_size, config.num_attention_heads = width * few // heads, few
+            cap("num_key_value_heads", 2)
+
+
+def _of_each_kind(module: Any, config: Any) -> Any:
+    """With as many layers as it takes to have each kind of part that the model has, and two at least."""
+    wanted = {type(part) for part in module.modules() if not _wrapped(part)}
+    depths = {id(each): getattr(each, "num_hidden_layers", None) for each in _all(config)}
+    deepest = max((depth for depth in depths.values() if isinstance(depth, int)), default=2)
+    for depth in range(2, deepest + 1):
+        short = copy.deepcopy(config)
+        whole = True
+        for each, full in zip(_all(short), depths.values(), strict=True):
+            whole &= _cut(each, full, depth)
+        with torch.device("meta"):
+            kinds = {type(part) for part in type(module)._from_config(short, dtype=torch.float32).modules()}
+        if (whole and wanted <= kinds) or depth == deepest:
+            return _random(_made(module, short))
+    return _random(_made(module, config))
+
+
+def _made(module: Any, config: Any) -> Any:
+    """A model of a config; the generators of the program stay where they are."""
+    with torch.random.fork_rng(devices=[]):
+        return type(module)._from_config(config, dtype=torch.float32)
+
+
+def _wrapped(part: nn.Module) -> bool:
+    """Whether it is of an adapter, which a miniature has none of."""
+    return type(part).__module__.startswith("peft") or isinstance(part, nn.ModuleDict | nn.ParameterDict | nn.Identity)
+
+
+def _cut(config: Any, full: int | None, depth: int) -> bool:
+    """Keep the first layers; whether what is said of each layer keeps all of its values."""
+    if full is None or depth >= full:
+        return True
+    kept = True
+    for name, value in list(vars(config).items()):
+        if isinstance(value, list) and len(value) == full and len({str(each) for each in value}) < max(full, 3):
+            kept &= {str(each) for each in value} == {str(each) for each in value[:depth]}
+            setattr(config, name, value[:depth])
+    config.num_hidden_layers = depth
+    return kept
+
+
+def _random(module: Any) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim > 1:
+                parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+            else:
+                parameter.add_(0.3 * noise)
+    return dropout_off(module).eval()

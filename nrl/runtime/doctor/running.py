@@ -1,0 +1,59 @@
+"""Runs checks at once, each within its time: one that hangs, or that is wrong itself, is a line as well."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+from typing import Any
+
+from nrl.log import error_text, wait_until
+from nrl.runtime.doctor.findings import Check, Finding, failed
+from nrl.runtime.node.machine import Facts, facts
+from nrl.runtime.threads import Daemons
+
+__all__ = ["findings"]
+
+_SILENCE = 3.0  # seconds before a line says what is waited for
+
+
+def findings(checks: Sequence[Check], limit: float, look: Callable[[], Facts] = facts) -> Iterator[Finding]:
+    """What checks find on this host, in their order, each as soon as it is there.
+
+    Args:
+        checks: they run at once, in threads.
+        limit: seconds for all of them. One that has not ended by then has failed, and is left to itself.
+        look: finds out what this machine is.
+    """
+    threads, until = Daemons(len(checks) + 1, name="doctor"), time.monotonic() + limit
+    machine = threads.submit(look)
+    if late := _late("facts", machine, until, limit):
+        yield late
+        return
+    for check, found in [(each, threads.submit(_all, each, machine.result())) for each in checks]:
+        if late := _late(check.__name__, found, until, limit):
+            yield late
+        else:
+            yield from found.result()
+
+
+def _all(check: Check, machine: Facts) -> list[Finding]:
+    return list(check(machine))
+
+
+def _late(name: str, work: Future[Any], until: float, limit: float) -> Finding | None:
+    """Wait for a check; a finding of its own if it does not end, or raises."""
+    ready = partial(_done, work)
+    if not wait_until(ready, until - time.monotonic(), lambda waited: f"doctor: looking at {name}", silence=_SILENCE):
+        return failed(
+            name,
+            f"no answer within {limit:g} s",
+            "deadline= gives more; where it hangs for ever, try `df` (a disk of another machine that is gone), "
+            "`nvidia-smi` (a driver) and `getent hosts $(hostname)` (a name server), and mend what hangs",
+        )
+    if (error := work.exception()) is not None:
+        return failed(name, f"the check itself failed: {error_text(error)}", "report it, with the whole line")
+    return None
+
+
+def _done(work: Future[Any], seconds: float) -> bool:
+    return bool(wait([work], seconds).done)

@@ -1,0 +1,114 @@
+"""Checks of what is around nrl on this host: what Ray has left, the hub of models, what sandboxes need."""
+
+import os
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+from nrl.envs.sandbox import Limits, bubblewrap
+from nrl.errors import EnvError
+from nrl.runtime.doctor.findings import Check, Finding, note, ok, warning
+from nrl.runtime.node.machine import Facts
+
+__all__ = ["SURROUNDINGS", "hub", "ray", "sandbox"]
+
+_KNOCKING = 2.0  # seconds for an answer of what is on this machine, or near
+_HUB = 4.0  # seconds for one of the hub
+_OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
+
+
+def ray(facts: Facts) -> Iterator[Finding]:
+    """Whether a cluster runs here that ``cluster=auto`` would join, or only seems to."""
+    named = os.environ.get("RAY_ADDRESS")
+    if named:
+        yield note("ray", f"RAY_ADDRESS is {named}: cluster=ray and cluster=auto join that", address=named)
+    file = Path(facts["folders"]["temporary"]["path"]) / "ray" / "ray_current_cluster"
+    try:
+        address = file.read_text().strip()
+    except OSError:
+        yield ok("ray", f"no cluster has been started here ({file.parent} says so)", address=None)
+        return
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCKING).close()
+    except (OSError, ValueError) as error:
+        yield warning(
+            "ray",
+            f"{file} says that a cluster runs at {address!r}, where nothing answers ({error})",
+            f"rm {file}; until then cluster=auto finds no cluster there",
+            address=address,
+            stale=True,
+        )
+    else:
+        yield ok("ray", f"a cluster runs here, at {address}", address=address, stale=False)
+
+
+def hub(facts: Facts) -> Iterator[Finding]:
+    """Whether models and data can be had from the hub; a token is looked for, and never shown."""
+    from huggingface_hub import constants, get_token
+
+    home = facts["folders"]["hub"]["path"]
+    offline = [each for each in _OFFLINE if os.environ.get(each, "").upper() in ("1", "ON", "YES", "TRUE")]
+    token = "a token is there" if get_token() else "no token"
+    endpoint = os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
+    said = f"HF_HOME is {home}; {token}"
+    about = {"home": home, "token": bool(get_token()), "endpoint": endpoint, "offline": offline}
+    if offline:
+        yield note("hub", f"{said}; {', '.join(offline)} is set, so only what is in the cache can be had", **about)
+        return
+    try:
+        with urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=_HUB):
+            pass
+    except urllib.error.HTTPError:  # it answers
+        pass
+    except (OSError, ValueError) as error:
+        yield note(
+            "hub",
+            f"{said}; {endpoint} does not answer ({getattr(error, 'reason', error)})",
+            "give models and data as folders, or fill the cache elsewhere; set HF_HUB_OFFLINE=1, so that nobody waits, "
+            "or HF_ENDPOINT and HTTPS_PROXY, if there is a mirror or a proxy",
+            reached=False,
+            **about,
+        )
+        return
+    yield ok("hub", f"{said}; {endpoint} answers", reached=True, **about)
+
+
+def sandbox(facts: Facts) -> Iterator[Finding]:
+    """Whether programs that models write can be run in a sandbox."""
+    try:
+        done = bubblewrap()(["python", "-c", "print(6 * 7)"], b"", {}, Limits(seconds=20.0, cpu_seconds=20.0))
+    except EnvError as error:
+        text = str(error)
+        more = "only environments that run programs of models need it. " + (
+            "" if "install it" in text else _user_namespaces()
+        )
+        yield note("sandbox", text, more.strip(), works=False)
+        return
+    if done.stdout.strip() == b"42":
+        yield ok("sandbox", f"bubblewrap works, {done.seconds:.1f} s for a program", works=True)
+    else:
+        wrote = done.stderr.decode(errors="replace").strip()[-200:]
+        yield warning("sandbox", f"a program in it fails: {done.status}, {wrote}", _user_namespaces(), works=False)
+
+
+def _user_namespaces() -> str:
+    """What keeps a user from having namespaces, as far as the kernel says."""
+    for name, bad in (
+        ("kernel/unprivileged_userns_clone", "0"),
+        ("kernel/apparmor_restrict_unprivileged_userns", "1"),
+        ("user/max_user_namespaces", "0"),
+    ):
+        try:
+            found = (Path("/proc/sys") / name).read_text().strip()
+        except OSError:
+            continue
+        if found == bad:
+            return f"the kernel refuses user namespaces: sysctl {name.replace('/', '.')} is {found}, change it as root"
+    return "let this user, or this container, make user namespaces (docker's --security-opt seccomp=unconfined, say)"
+
+
+SURROUNDINGS: tuple[Check, ...] = (ray, hub, sandbox)
+"""The checks of what is around nrl, in the order in which they are shown."""

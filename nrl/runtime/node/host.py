@@ -1,0 +1,16 @@
+"""What a host says of itself: its clock, and how many processors Ray's processes may use there."""
+
+import time
+
+from nrl.runtime.node.cgroups import cores
+
+__all__ = ["clock_and_cores"]
+
+
+def clock_and_cores(deadline: float = 0.0) -> tuple[float, int]:
+    """The time of day, in seconds since the epoch, and a number of processors; ``deadline``: not needed.
+
+    >>> clock_and_cores()[1] > 0
+    True
+    """
+    return time.time(), cores()

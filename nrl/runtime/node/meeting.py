@@ -1,0 +1,97 @@
+"""Two processes on two hosts that meet over gloo or NCCL, as those of a mesh do, and measure the way between them.
+
+It travels by value, and needs torch and the standard library alone.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+__all__ = ["Meeting"]
+
+_ROUNDS = 3  # of the measured sends; the fastest counts
+_PINGS = 20
+
+
+class Meeting:
+    """An actor on a node, in a Python that has torch.
+
+    Args:
+        address: of the node, as Ray knows it.
+        interface_of: finds the interface with that address; gloo and NCCL use it, as in the processes of a mesh.
+    """
+
+    def __init__(self, address: str, interface_of: Callable[[str], str | None]) -> None:
+        self._address, self._store = address, dict[str, Any]()
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # c10d warns where an address has no name
+        if name := interface_of(address):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+
+    def torch(self) -> dict[str, Any]:
+        """What torch is and sees here; its import takes seconds."""
+        import torch
+        import torch.distributed as dist
+
+        devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        nccl = ".".join(map(str, torch.cuda.nccl.version())) if devices and dist.is_nccl_available() else None
+        return {"torch": torch.__version__, "cuda": torch.version.cuda, "devices": devices, "nccl": nccl}
+
+    def host(self, name: str, seconds: float) -> int:
+        """Be the one who is asked where the other one is; the port for it."""
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        store = TCPStore(self._address, 0, 2, True, timedelta(seconds=seconds), wait_for_workers=False)
+        self._store[name] = store
+        port: int = store.port
+        return port
+
+    def meet(
+        self, name: str, backend: str, address: str, port: int, rank: int, size: int, seconds: float
+    ) -> dict[str, Any]:
+        """Meet the other process, and send it a tensor.
+
+        Args:
+            name: of the pair.
+            backend: ``"gloo"`` or ``"nccl"``.
+            address: of the one that hosts.
+            port: likewise.
+            rank: 0 hosts, 1 comes.
+            size: bytes of the tensor.
+            seconds: for each step.
+
+        Returns:
+            ``rate``, bytes a second that this one sends; ``latency``, seconds of half a round trip; ``interface``.
+
+        Raises:
+            RuntimeError: they did not meet.
+        """
+        import torch
+        import torch.distributed as dist
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        limit = timedelta(seconds=seconds)
+        store = self._store.pop(name) if rank == 0 else TCPStore(address, port, 2, False, limit)
+        device = "cuda" if backend == "nccl" else "cpu"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=limit)
+        try:
+            large, small = torch.zeros(size // 4, device=device), torch.zeros(1, device=device)
+
+            def exchanged(first: int, tensor: torch.Tensor) -> float:
+                """Seconds in which one of them sends a tensor and gets an answer."""
+                began = time.perf_counter()
+                for sender, sent in ((first, tensor), (1 - first, small)):
+                    dist.send(sent, 1 - rank) if rank == sender else dist.recv(sent, 1 - rank)
+                small.item()  # a GPU goes on by itself
+                return time.perf_counter() - began
+
+            exchanged(0, large)  # connections are made at the first use
+            latency = min(exchanged(0, small) for _ in range(_PINGS)) / 2
+            took = [min(exchanged(first, large) for _ in range(_ROUNDS)) for first in (0, 1)]
+            rate = size / max(took[rank] - latency, 1e-9)
+        finally:
+            dist.destroy_process_group()
+        name_of_it = os.environ.get(f"{backend.upper()}_SOCKET_IFNAME", "")
+        return {"rate": rate, "latency": latency, "interface": name_of_it.removeprefix("=")}

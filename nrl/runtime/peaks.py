@@ -1,0 +1,33 @@
+"""What devices could compute at most, by their names; from the makers' data sheets."""
+
+import re
+from collections.abc import Mapping
+
+__all__ = ["PEAKS", "peak", "product"]
+
+PEAKS: Mapping[str, float] = {
+    "A10": 125e12, "A100": 312e12, "B200": 2250e12, "GB200": 2250e12, "GH200": 989e12, "H100 NVL": 835e12,
+    "H100 PCIe": 756e12, "H100": 989e12, "H20": 148e12, "H200": 989e12, "L4": 121e12, "L40S": 362e12,
+    "MI300X": 1307e12,
+}  # fmt: skip
+"""Dense products in bfloat16 a second."""
+
+
+def product(device: str) -> str | None:
+    """Which of `PEAKS` a device of this name is; None: none of them.
+
+    >>> product("NVIDIA H100 80GB HBM3"), product("NVIDIA H100 PCIe"), product("NVIDIA GH200 480GB"), product("cpu")
+    ('H100', 'H100 PCIe', 'GH200', None)
+    """
+    every = sorted(PEAKS, key=len, reverse=True)
+    return next((name for name in every if re.search(rf"(?<!\w){name}(?!\w)", device)), None)
+
+
+def peak(device: str) -> float | None:
+    """Dense bfloat16 products a second of a device of this name; None: it is not known.
+
+    >>> peak("NVIDIA H100 80GB HBM3"), peak("NVIDIA H100 PCIe"), peak("NVIDIA A100-SXM4-80GB"), peak("cpu")
+    (989000000000000.0, 756000000000000.0, 312000000000000.0, None)
+    """
+    found = product(device)
+    return None if found is None else PEAKS[found]

@@ -1,0 +1,89 @@
+"""Ports that a firewall lets through: those of ``NRL_PORTS``, or any."""
+
+import errno
+import os
+import random
+import re
+import socket
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+from nrl.errors import PlacementError
+
+__all__ = ["NRL_PORTS", "first_free", "ports", "store"]
+
+NRL_PORTS = "NRL_PORTS"
+"""The variable that holds a range, such as ``20000-20999``."""
+
+_BACKLOG = 2048  # processes that may knock at once
+
+
+def ports(environ: Mapping[str, str] = os.environ) -> range | None:
+    """The ports that nrl may open; None: any that is free.
+
+    Raises:
+        PlacementError: the variable is no range of ports.
+
+    >>> ports({"NRL_PORTS": "20000-20999"})
+    range(20000, 21000)
+    """
+    said = environ.get(NRL_PORTS, "")
+    if not said:
+        return None
+    found = re.fullmatch(r"(\d{1,5})-(\d{1,5})", said.strip())
+    first, last = map(int, found.groups()) if found else (0, 0)
+    if not 0 < first <= last < 2**16:
+        raise PlacementError(
+            f"{NRL_PORTS} is '{said}'; give the first and the last of the ports that nrl may open, such as 20000-20999"
+        )
+    return range(first, last + 1)
+
+
+def first_free[T](bind: Callable[[int], T], environ: Mapping[str, str] = os.environ) -> T:
+    """What ``bind`` returns for the first port of the range that is not taken; without a range, for 0.
+
+    Args:
+        bind: opens a port, or raises the `OSError` that says that it is taken.
+        environ: has the range.
+
+    Raises:
+        PlacementError: all of them are taken.
+
+    >>> first_free(lambda port: port, {"NRL_PORTS": "20000-20000"})
+    20000
+    """
+    allowed = ports(environ)
+    if allowed is None:
+        return bind(0)
+    for port in random.Random().sample(allowed, len(allowed)):  # in no order, so that neighbours seldom meet
+        try:
+            return bind(port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise PlacementError(
+        f"all ports of {NRL_PORTS}={environ[NRL_PORTS]} are taken on host {socket.gethostname()}; name more of them: a "
+        "mesh takes one, and so does each mesh that sends weights from GPU to GPU"
+    )
+
+
+def store(host: str, timeout: timedelta) -> Any:
+    """A ``torch.distributed.TCPStore`` at which processes meet.
+
+    Args:
+        host: by which others know this host.
+        timeout: of its operations.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    def opened(port: int) -> Any:
+        if port == 0:
+            return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        # A port that is taken would make torch write warnings
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        listening = socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=both).detach()
+        return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listening)
+
+    return first_free(opened)

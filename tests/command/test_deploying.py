@@ -1,0 +1,355 @@
+"""`nrl deploy slurm`: the text of the script, what it refuses, and its functions, run by bash."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from nrl import config
+from nrl.command.cli import main
+from nrl.command.deploy.slurm import Slurm, script
+from nrl.command.deploy.writing import write
+from nrl.errors import ConfigError
+from tests.processes import alive, settled
+
+HOSTILE = ["prompt=a 'b' \"c\" $HOME `id` $(id) \\ ; & | > * {x,y} é 😀 #", "-n", "", "x=%j"]
+"""Arguments of a program that a shell, YAML or Slurm would read otherwise."""
+
+
+def deployed(program: Path, *settings: str) -> str:
+    given = [f"program={program.name}", f"folder={program.parent}", "venv=/venvs/nrl", *settings]
+    return script(config.load(Slurm, given))
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    """A program that writes its arguments, and then waits for SIGTERM where it is told so."""
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import json, os, signal, sys, time\n"
+        "def stop(*_):\n    print('saved', flush=True); time.sleep(0.2); os._exit(143)\n"
+        "signal.signal(signal.SIGTERM, stop)\n"
+        "print(json.dumps([sys.argv[1:], sorted(k for k in os.environ if k.startswith('SLURM_'))]), flush=True)\n"
+        "if 'wait' in sys.argv:\n    time.sleep(60)\n"
+        "sys.exit(7 if 'fail' in sys.argv else 0)\n"
+    )
+    return path
+
+
+OPTIONS: dict[str, tuple[Sequence[str], str]] = {
+    "name": (["name=other"], "#SBATCH --job-name=other"),
+    "to": (["to=a b.sbatch"], "sbatch 'a b.sbatch'"),
+    "nodes": (["nodes=4"], "#SBATCH --nodes=4"),
+    "gpus": (["gpus=8"], "#SBATCH --gpus-per-node=8"),
+    "gpu_type": (["gpus=8", "gpu_type=h100"], "#SBATCH --gpus-per-node=h100:8"),
+    "cpus": (["cpus=16"], "#SBATCH --cpus-per-task=16"),
+    "memory": (["memory=200G"], "#SBATCH --mem=200G"),
+    "time": (["time=2-00:00:00"], "#SBATCH --time=2-00:00:00"),
+    "grace": (["grace=300"], "#SBATCH --signal=B:USR1@300"),
+    "partition": (["partition=gpu,big"], "#SBATCH --partition=gpu,big"),
+    "account": (["account=team"], "#SBATCH --account=team"),
+    "qos": (["qos=high"], "#SBATCH --qos=high"),
+    "constraint": (["constraint=ib&h100"], "#SBATCH --constraint=ib&h100"),
+    "reservation": (["reservation=r1"], "#SBATCH --reservation=r1"),
+    "nodelist": (["nodelist=gpu[01-04]"], "#SBATCH --nodelist=gpu[01-04]"),
+    "exclude": (["exclude=gpu07"], "#SBATCH --exclude=gpu07"),
+    "options": (["options=[--comment=a b, --hold]"], "#SBATCH --comment='a b'\n#SBATCH --hold"),
+    "seeds": (["seeds=4"], "#SBATCH --array=0-3\n"),
+    "at_once": (["seeds=4", "at_once=2"], "#SBATCH --array=0-3%2\n"),
+    "out": (["out=/data/it's", "logs=l"], "out='/data/it'"),
+    "logs": (["logs=/data/logs"], "#SBATCH --output=/data/logs/%j.log"),
+    "container": (["container=pyxis", "image=nrl.sqsh", "out=o"], "options+=(--container-image=nrl.sqsh"),
+    "image": (["container=apptainer", "image=a b.sif"], "'a b.sif' \\\n"),
+    "mounts": (["container=pyxis", "image=i", "mounts=[/data, /a:/b:ro]"], ",/data:/data,/a:/b:ro"),
+    "venv": (["venv=/venvs/my env"], "export PATH='/venvs/my env'/bin:$PATH"),
+    "executables": (["executables=[base, vllm]"], "nrl venvs build base vllm"),
+    "venvs": (["venvs=/local/venvs"], "export NRL_VENV_DIR=/local/venvs"),
+    "setup": (["setup=modules.sh"], "source modules.sh"),
+    "env": (["env={HF_HOME: /data/hf}"], "export HF_HOME=/data/hf"),
+    "ports": (["ports=30000-30999"], "port=$((30000 + SLURM_JOB_ID % 4 * 250))"),
+    "interface": (["interface=ib0"], "ip -o -4 address show dev ib0"),
+    "object_store": (["object_store=2G"], f"--object-store-memory={2 * 1024**3}\n"),
+    "arguments": (["arguments=[steps=3]"], "program train.py steps=3 checkpoints.grace=100 cluster=auto"),
+}
+"""For each option: settings, and what the script has for them, and otherwise has not."""
+
+
+def test_each_option_changes_the_script(program: Path) -> None:
+    plain = deployed(program)
+    for name, (settings, text) in OPTIONS.items():
+        assert text in deployed(program, *settings), name
+        assert text not in plain, name
+    of_others = {"program", "folder", "force"}  # which the other tests give
+    assert {each.name for each in attrs.fields(Slurm)} == OPTIONS.keys() | of_others
+
+
+def test_shellcheck_finds_nothing_in_any_variant(program: Path, tmp_path: Path) -> None:
+    env = json.dumps({"A": HOSTILE[0]}, ensure_ascii=False)
+    arguments = f"arguments={json.dumps(HOSTILE, ensure_ascii=False)}"
+    of_containers = ("container", "image", "mounts")
+    every = [each for name, (settings, _) in OPTIONS.items() if name not in of_containers for each in settings]
+    container = ["image=a b.sif", "mounts=[/data, /a:/b:ro]", "out=o"]
+    variants: list[list[str]] = [[], every, [*every, f"env={env}", "setup=a b", "out=a 'b' $c", arguments]]
+    variants += [[*more, *container, f"container={each}"] for each in ("pyxis", "apptainer") for more in ([], every)]
+    files = []
+    for i, settings in enumerate([*variants, ["executables=[]"]]):
+        files.append(tmp_path / f"{i}.sbatch")
+        files[-1].write_text(deployed(program, *settings))
+    found = subprocess.run(["shellcheck", "--severity=style", *files], capture_output=True, text=True)
+    assert not found.stdout
+    assert found.returncode == 0
+    broken = tmp_path / "broken.sbatch"  # and it would find something
+    broken.write_text(files[0].read_text().replace('mkdir -p "$logs"', "mkdir -p $logs"))
+    assert "SC2086" in subprocess.run(["shellcheck", broken], capture_output=True, text=True).stdout
+
+
+def functions(text: str) -> str:
+    """Those of a script, without what it does."""
+    return "\n".join(re.findall(r"^(?:answers|node|program)\(\) \{.*?\}$", text, re.MULTILINE | re.DOTALL))
+
+
+def command(text: str) -> str:
+    (found,) = re.findall(r"-- (program .*) &$", text, re.MULTILINE)
+    return str(found)
+
+
+@pytest.mark.parametrize("seeds", [None, 3])
+def test_the_program_gets_its_arguments_as_they_were(program: Path, seeds: int | None) -> None:
+    """Bash runs it; what Slurm sets for its own processes is gone."""
+    settings = [] if seeds is None else [f"seeds={seeds}"]
+    text = deployed(program, *settings, "out=a 'b' $HOME", "logs=l", f"arguments={config.dump(Words(HOSTILE))[7:]}")
+    bash = f"{functions(text)}\ncd {shlex.quote(str(program.parent))}\nSLURM_ARRAY_TASK_ID=2\n{command(text)}"
+    found = subprocess.run(["bash", "-c", bash], env=environment(), capture_output=True, text=True, check=True)
+    more = ["out=a 'b' $HOME"] if seeds is None else ["seed=2", "out=a 'b' $HOME/seed-2"]
+    assert json.loads(found.stdout) == [[*HOSTILE, "checkpoints.grace=100", "cluster=auto", *more], []]
+
+
+def test_the_program_knows_how_much_time_it_has(program: Path) -> None:
+    """Less than the job, in which Ray ends after it; what the user says stays."""
+    for settings, seconds in (([], 100), (["grace=600"], 580), (["grace=20"], 15), (["grace=1"], 1)):
+        assert f"program train.py checkpoints.grace={seconds} cluster=auto" in deployed(program, *settings)
+    assert "train.py checkpoints.grace=9 cluster=auto" in deployed(program, "arguments=[checkpoints.grace=9]")
+
+
+def test_what_is_built_first_follows_the_program(program: Path) -> None:
+    given = "arguments=[trainer=megatron, sampler=vllm-cpu]"
+    assert "nrl venvs build base mcore vllm-cpu)" in deployed(program, given)
+    assert "nrl venvs build base)" in deployed(program, "arguments=[sampler=hf]")
+    (program.parent / "some.yaml").write_text("sampler: vllm\ntrainer: megatron\n")
+    assert "nrl venvs build base mcore vllm)" in deployed(program, "arguments=[some.yaml]")
+    assert "nrl venvs build base vllm)" in deployed(program, "arguments=[some.yaml, trainer=fsdp]")
+    assert "nrl venvs build base vllm)" in deployed(program, "arguments=[trainer=fsdp, config=some.yaml]")
+    (program.parent / "some.toml").write_text('sampler = "vllm-cpu"\n')
+    assert "nrl venvs build base vllm-cpu)" in deployed(program, "arguments=[some.toml]")
+    (program.parent / "bad.yaml").write_text("sampler: [vllm\n")
+    assert "nrl venvs build base)" in deployed(program, "arguments=[bad.yaml, none.yaml]")
+    assert "nrl venvs build mine)" in deployed(program, given, "executables=[mine]")
+
+
+@pytest.mark.parametrize("setup", ["nowhere.sh", "fails.sh"])
+def test_a_job_ends_where_its_setup_fails(program: Path, setup: str) -> None:
+    (program.parent / "fails.sh").write_text("false\n")
+    text = deployed(program, f"setup={setup}").partition("set -euo pipefail")[0]
+    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, cwd=program.parent)
+    assert done.returncode == 1
+    assert f"in {program.parent}, this failed: source {setup}\n" in done.stderr
+
+
+@attrs.frozen
+class Words:
+    words: list[str]
+
+
+def environment() -> dict[str, str]:
+    folder = str(Path(sys.executable).parent)
+    return os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_reaches_the_program_which_may_take_its_time(program: Path, number: int) -> None:
+    """The time limit's (USR1), and Slurm's own; the status is the program's."""
+    bash = f"{functions(deployed(program))}\nprogram {shlex.quote(str(program))} wait"
+    with subprocess.Popen(["bash", "-c", bash], env=environment(), stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        running.stdout.readline()
+        running.send_signal(number)
+        assert running.stdout.readline() == "saved\n"
+        assert running.wait(20) == 143
+
+
+def test_the_status_is_that_of_the_program(program: Path) -> None:
+    bash = f"{functions(deployed(program))}\nprogram {shlex.quote(str(program))} fail"
+    assert subprocess.run(["bash", "-c", bash], env=environment(), stdout=subprocess.PIPE).returncode == 7
+
+
+def test_a_signal_to_all_processes_is_none_for_the_program(program: Path) -> None:
+    """As Slurm sends it where it tracks processes by their parents."""
+    bash = f"{functions(deployed(program))}\nprogram {shlex.quote(str(program))} wait"
+    words = ["setsid", "bash", "-c", bash]
+    with subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        running.stdout.readline()
+        os.killpg(running.pid, signal.SIGUSR1)
+        assert running.stdout.readline() == "saved\n"
+        assert running.wait(20) == 143
+
+
+def test_ray_ends_at_once_and_its_files_are_kept(program: Path, tmp_path: Path) -> None:
+    """The function `node` around another process that is called ray: a signal ends its whole group, not before."""
+    fake = tmp_path / "bin" / "ray"  # what is tested is what happens around Ray, which other tests start
+    fake.parent.mkdir()
+    fake.write_text(
+        f"#!/usr/bin/env bash\ntrap '' TERM\nmkdir -p {tmp_path}/temp/session_latest/logs\n"
+        f"echo ':actor_name:trainer[1]' >{tmp_path}/temp/session_latest/logs/worker-ab-01-5.out\n"
+        f'sleep 61 & echo $! >{tmp_path}/child\necho "$@"\nsleep 62\n'
+    )
+    fake.chmod(0o755)
+    given = environment() | {
+        "PATH": f"{fake.parent}:{os.environ['PATH']}",
+        "SLURM_NODEID": "0",
+        "SLURM_CPUS_ON_NODE": "2",
+        "RAY_ADDRESS": "127.0.0.1:20000",
+        "head": "127.0.0.1",
+        "port": "20000",
+        "temp": f"{tmp_path}/temp",
+        "logs": f"{tmp_path}/logs",
+    }
+    words = ["bash", "-c", f"{functions(deployed(program, 'gpus=8'))}\nnode"]
+    with subprocess.Popen(words, env=given, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        options = running.stdout.readline().split()
+        assert {"--head", "--num-cpus=2", "--num-gpus=8", "--port=20000", "--max-worker-port=20199"} <= set(options)
+        running.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        assert running.poll() is None
+        running.send_signal(signal.SIGUSR2)
+        assert running.wait(20) == 0
+    assert not settled(lambda: alive(int((tmp_path / "child").read_text())), 5)
+    assert (tmp_path / "logs/node-0/trainer[1].out").exists()
+    assert not (tmp_path / "temp").exists()
+
+
+def test_a_head_that_does_not_start_is_tried_again(program: Path, tmp_path: Path) -> None:
+    """Three times, since Ray gives itself 30 s, which a busy disk may not; then the job ends with its status."""
+    ray = tmp_path / "ray"
+    ray.write_text("#!/usr/bin/env bash\necho tried\nexit 3\n")
+    ray.chmod(0o755)
+    given = environment() | {"SLURM_NODEID": "0", "SLURM_CPUS_ON_NODE": "2", "RAY_ADDRESS": "127.0.0.1:20000"}
+    given |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "head": "127.0.0.1", "port": "20000"}
+    given |= {"temp": f"{tmp_path}/temp", "logs": f"{tmp_path}/logs"}
+    (tmp_path / "temp").mkdir()
+    (tmp_path / "temp/ray_current_cluster").touch()  # of a start that was killed
+    words = ["bash", "-c", f"sleep() {{ :; }}\n{functions(deployed(program))}\nnode"]
+    found = subprocess.run(words, env=given, capture_output=True, text=True)
+    assert (found.stdout, found.returncode) == ("tried\n" * 3, 3)
+
+
+REFUSED = {
+    "nodes=0": "'nodes' must be >= 1: 0",
+    "name=a b": "expected a name of letters, digits and ._-, found 'a b'",
+    "time=soon": "expected a time such as 30 (minutes), 24:00:00 or 2-00:00:00, found 'soon'",
+    "memory=9Q": "expected a size such as 200G, or 0 for all of it, found '9Q'",
+    "object_store=much": "expected a size such as 20G, found 'much'",
+    "partition=a b": "expected a word of Slurm, without spaces and quotes, found 'a b'",
+    "options=[--comment=it's]": 'expected an option of sbatch, such as --mail-type=END, found "--comment=it\'s"',
+    "options=[-x]": "expected an option of sbatch, such as --mail-type=END, found '-x'",
+    "env={A-B: x}": "expected names of environment variables, found 'A-B'",
+    "ports=20000": "expected a range of ports, such as 20000-29999, found '20000'",
+    "executables=[a b]": "expected names of executables, such as base, found 'a b'",
+    "mounts=[/data:ro]": "expected mounts such as /data or /host:/inside, found '/data:ro'",
+    "mounts=[data]": "expected mounts such as /data or /host:/inside, found 'data'",
+    "interface=a b": "expected the name of a network interface, such as ib0, found 'a b'",
+    "container=docker": "expected 'pyxis' or 'apptainer', found 'docker'",
+}
+CONTRADICTIONS = {
+    ("grace=120", "time=2"): "deploy slurm: grace=120 s is not within time=2; give less of it",
+    ("ports=20000-20100",): "ports=20000-20100 is no range of 250 ports or more from 1024 to 65535",
+    ("ports=80-10000",): "ports=80-10000 is no range",
+    ("at_once=2",): "found at_once=2 without seeds=, which makes several jobs",
+    ("gpu_type=h100",): "found gpu_type=h100 and gpus=0; give gpus=, the number in a node",
+    ("image=i",): "found image= without a container; give container=pyxis or apptainer",
+    ("mounts=[/a]",): "found mounts= without a container",
+    ("container=pyxis",): "container=pyxis needs image=",
+    ("container=pyxis", "image=i", "out=/data/run"): "out=/data/run is in none of the container's mounts, ",
+    ("container=pyxis", "image=i", "mounts=[/data:/d:ro]", "out=/data/run"): ", /d; add mounts=",
+    ("folder=/nowhere",): "found no file program=train.py in /nowhere; folder= says where it is",
+    ("seeds=2", "arguments=[seed=1]"): "found seed= after `--` and seeds=2; give one of them",
+    ("arguments=[cluster=local]",): "found cluster=local after `--`; the program joins the cluster of the job",
+    ("arguments=[out=x]",): "found out=x after `--`; give it before, since the files name that folder, too",
+    ("arguments=[checkpoints.grace=200]",): "found checkpoints.grace=200 and grace=120; the program is killed then",
+    ("env={HF_TOKEN: hf_abc}",): "HF_TOKEN looks like a secret, which a file must not hold; export it in the shell",
+    ("arguments=[engine.api_key=abc]",): "engine.api_key looks like a secret, which a file must not hold",
+    ('setup="a\\nrm -rf x"',): "setup has a character that cannot be printed; found",
+    ("out=my run",): "my run-logs, which Slurm misreads; give logs= without spaces, quotes, %",
+    ("logs=/data/%j",): "the logs are in /data/%j, which Slurm misreads",
+}
+
+
+@pytest.mark.parametrize("setting", REFUSED)
+def test_values_that_slurm_would_refuse_are_refused(program: Path, setting: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(REFUSED[setting])):
+        deployed(program, setting)
+
+
+@pytest.mark.parametrize("settings", CONTRADICTIONS)
+def test_settings_that_contradict_each_other_are_refused(program: Path, settings: tuple[str, ...]) -> None:
+    plain = [each if not each.startswith("setup=") else f"setup={each[7:-1].encode().decode('unicode_escape')}"
+             for each in settings]  # fmt: skip
+    with pytest.raises(ConfigError, match=re.escape(CONTRADICTIONS[settings])):
+        deployed(program, *plain)
+
+
+def test_a_file_that_differs_stays(program: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without force=true; the same settings write the same file, and nobody minds."""
+    target = program.parent / "job.sbatch"
+    given = ["deploy", "slurm", "train.py", f"folder={program.parent}", f"to={target}"]
+    assert main([*given, "--", "steps=3", "cluster=auto"]) == 0
+    said = capsys.readouterr().out
+    assert (
+        said == f"{target} is written; submit it with\n  mkdir -p {program.parent}/runs/train-logs && sbatch {target}\n"
+    )
+    assert main([*given, "--", "steps=3"]) == 0
+    target.write_text(target.read_text() + "# mine\n")
+    assert main([*given, "--", "steps=3"]) == 2
+    assert f"deploy slurm: {target} differs from what would be written; give force=true" in capsys.readouterr().err
+    assert target.read_text().endswith("# mine\n")
+    assert main([*given, "force=true", "--", "steps=3"]) == 0
+    assert not target.read_text().endswith("# mine\n")
+    assert main(["deploy", "slurm", "train.py", f"folder={program.parent}", f"to={program}/job"]) == 2
+    assert "deploy slurm: a file cannot be written: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["slurm", "kubernetes"])
+def test_help_explains_every_option(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["deploy", kind, "--help"])
+    text: Any = capsys.readouterr().out
+    assert f"usage: nrl deploy {kind} PROGRAM.py [key=value ...] [-- ARGUMENTS]" in text
+    keys = re.findall(r"^  (\w+): .*\n(      .*)?", text, re.MULTILINE)
+    assert len(keys) > 30
+    assert [key for key, explained in keys if not explained] == []
+
+
+def test_files_are_written_all_or_none(tmp_path: Path) -> None:
+    first, closed = tmp_path / "first.yaml", tmp_path / "file" / "second.yaml"
+    first.write_text("mine")
+    first.chmod(0o750)
+    closed.parent.write_text("no folder")
+    with pytest.raises(ConfigError, match="deploy: a file cannot be written: .*file"):
+        write({first: "new", closed: "new"}, force=True, command="deploy")
+    assert {each.name: each.read_text() for each in tmp_path.iterdir()} == {"first.yaml": "mine", "file": "no folder"}
+    (tmp_path / "link").symlink_to(first)
+    write({tmp_path / "link": "new", tmp_path / "folder" / "second.yaml": "new"}, force=True, command="deploy")
+    assert (first.read_text(), first.stat().st_mode & 0o777) == ("new", 0o750)
+    assert (tmp_path / "link").is_symlink()
+    assert [each.name for each in (tmp_path / "folder").iterdir()] == ["second.yaml"]

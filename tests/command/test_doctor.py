@@ -1,0 +1,75 @@
+"""The command `nrl doctor` on one host: its lines, its document, its exit status."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from nrl.command import doctor
+from nrl.command.cli import main
+from nrl.runtime.doctor.findings import Finding, failed, note, ok, warning
+
+
+def test_this_host_is_looked_at_and_what_failed_is_the_exit_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_HOME", "/proc/models")  # where there is no room at all
+    assert main(["doctor", "--json", "deadline=200"]) == 1
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert found.keys() == {"nrl_doctor", "host", "time", "failed", "findings"}
+    assert (found["nrl_doctor"], found["failed"]) == (1, True)
+    assert all(
+        each.keys() == {"check", "level", "found", "todo", "host", "values"}
+        and each["level"] in ("ok", "note", "warning", "failed")
+        for each in found["findings"]
+    )
+    seen = {each["check"]: each["values"] for each in found["findings"]}
+    assert seen["torch"]["version"].startswith("2.")
+    assert seen["torch"]["gloo"] is True
+    wrong = [each for each in found["findings"] if each["level"] == "failed"]
+    assert [(each["check"], each["values"]["path"]) for each in wrong] == [("disk", "/proc/models")]
+    assert seen.keys() == {
+        "python", "uv", "lock", "torch", "environments", "cores", "memory", "shared_memory", "disk", "mounts",
+        "host_name", "open_files", "gpu", "ray", "hub", "sandbox",
+    }  # fmt: skip
+
+
+def test_a_finding_is_a_line_and_what_to_do_another(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def some(cfg: doctor.Doctor) -> Iterator[Finding]:
+        yield ok("python", "3.12")
+        print("what a library says")
+        yield note("gpu", "there is none")
+        yield warning("shared_memory", "small", "make it larger")
+
+    monkeypatch.setattr(doctor, "_found", some)
+    monkeypatch.setattr("socket.gethostname", lambda: "host-a")
+    assert main(["doctor"]) == 0
+    written = capsys.readouterr()
+    assert written.err == "what a library says\n"
+    assert written.out == (
+        "this host, host-a\n"
+        "OK      python        3.12\n"
+        "note    gpu           there is none\n"
+        "WARNING shared memory small\n"
+        "                      -> make it larger\n"
+        "doctor: nothing failed, 1 warnings, 1 notes\n"
+    )
+    monkeypatch.setattr(doctor, "_found", lambda cfg: iter([failed("uv", "none", "install it")]))
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().out.endswith("doctor: 1 failed, 0 warnings, 0 notes\n")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("deadlin=3", "no such key; did you mean 'deadline'?"),
+        ("deadline=0", "deadline"),
+        ("--verbose", "options are written key=value"),
+    ],
+)
+def test_a_mistake_in_the_command_is_status_2(given: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", given]) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,294 @@
+"""What is installed on this host and what is around nrl: each finding of `nrl doctor` is made to appear."""
+
+import http.server
+import json
+import os
+import shutil
+import socket
+import stat
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from uv import find_uv_bin
+
+from nrl.runtime.doctor import installation, surroundings
+from nrl.runtime.doctor.findings import Check, Finding, note, ok
+from nrl.runtime.doctor.running import findings
+from nrl.runtime.executables.recipes import recipe
+from nrl.runtime.node.environments import INVENTORY
+from nrl.runtime.node.machine import Facts, facts
+
+GPU = {"driver": "550.54", "cuda": "12.4", "devices": [{"name": "NVIDIA A100"}] * 2, "links": [], "error": ""}
+TORCH: dict[str, Any] = {"version": "2.13.0+cu130", "cuda": "13.0", "hip": None, "devices": 0, "said": []}
+
+
+@pytest.fixture(scope="module")
+def here() -> Facts:
+    return facts()
+
+
+def found(check: Check, machine: Facts) -> list[Finding]:
+    return list(check(machine))
+
+
+def program(path: Path, text: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(stat.S_IRWXU)
+    return path
+
+
+# --- what is installed
+
+
+def test_python_is_one_that_nrl_needs(here: Facts) -> None:
+    assert [each.level for each in found(installation.python, here)] == ["ok"]
+    [old] = found(installation.python, {**here, "python": "3.11.4"})
+    assert (old.level, old.found[:6]) == ("failed", "3.11.4")
+    assert "<3.13,>=3.12" in old.found or ">=3.12,<3.13" in old.found
+
+
+def test_an_nrl_that_lies_on_the_path_alone_asks_for_nothing(here: Facts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.path", [])
+    assert [each.level for each in found(installation.python, {**here, "python": "3.11.4"})] == ["ok"]
+
+
+def test_what_is_installed_is_the_lock(here: Facts) -> None:
+    assert [(each.check, each.level) for each in found(installation.lock, here)] == [("uv", "ok"), ("lock", "ok")]
+
+
+def test_another_package_and_another_uv_than_the_lock_has(
+    here: Facts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    other = program(tmp_path / "uv", f'[ "$1" = --version ] && echo uv 0.1.0 || exec {find_uv_bin()} "$@"')
+    monkeypatch.setitem(sys.modules, "uv", SimpleNamespace(find_uv_bin=lambda: str(other)))
+    for name, version in (("rich", "14.0.99"), ("transformers", "4.0.0")):  # inside, and outside of what nrl asks for
+        (tmp_path / f"{name}-{version}.dist-info").mkdir()
+        (tmp_path / f"{name}-{version}.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    needed, uv, lock = found(installation.lock, here)
+    assert (needed.check, needed.level) == ("lock", "failed")
+    assert needed.found == "nrl needs transformers<5.24,>=5.19 (4.0.0)"
+    assert (uv.level, uv.values["version"]) == ("warning", "0.1.0")
+    assert uv.found.startswith("0.1.0, ")
+    assert lock.level == "warning"
+    assert "rich 14.0.99 instead of" in lock.found
+    assert [each.split()[0] for each in lock.values["differing"]] == ["rich", "transformers"]
+
+
+def test_no_uv_and_a_lock_that_cannot_be_read(here: Facts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uv", None)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(sys, "executable", shutil.which("false", path="/usr/bin:/bin"))
+    uv, lock = found(installation.lock, here)
+    assert (uv.check, uv.level) == ("uv", "failed")
+    assert "python -m pip install uv" in uv.todo
+    assert (lock.check, lock.level) == ("lock", "failed")
+
+
+def test_torch_that_cannot_be_imported(here: Facts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    [broken] = found(installation.torch, here)
+    assert broken.level == "failed"
+    assert "OSError: libcudart.so.13" in broken.found
+    (tmp_path / "torch.py").write_text("import time; time.sleep(60)")
+    assert installation.look_at_torch(sys.executable, False, patience=0.2) == {"error": "it did not end within 0.2 s"}
+
+
+@pytest.mark.parametrize(
+    ("seen", "level", "said", "todo"),
+    [
+        ({}, "failed", "driver 550.54 runs CUDA 12.4 at most, so torch sees none of 2 GPU(s)", "driver for CUDA 13.0"),
+        ({"cuda": "12.1", "why": "no device"}, "failed", "sees none of 2 GPU(s): no device", "dmesg"),
+        ({"cuda": None}, "failed", "built for CPUs alone, sees none", "torch's build for CUDA"),
+        ({"devices": 1}, "note", "sees 1 of 2 GPUs: CUDA_VISIBLE_DEVICES is 0", ""),
+        ({"devices": 2, "nccl": "2.28.3"}, "ok", "sees 2 GPU(s); NCCL 2.28.3", ""),
+        (
+            {"devices": 2, "nccl": "2", "capabilities": ["70"], "built_for": ["sm_80", "sm_90", "compute_90"]},
+            "failed",
+            "built for compute_90, sm_80, sm_90, and a GPU here is sm_70",
+            "lock a torch",
+        ),
+        (
+            {"devices": 2, "nccl": "2", "capabilities": ["86", "121", "90"], "built_for": ["sm_80", "compute_90"]},
+            "ok",
+            "",
+            "",
+        ),
+    ],
+)
+def test_torch_and_the_gpus(
+    seen: dict[str, Any], level: str, said: str, todo: str, here: Facts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What torch says on such machines is put in the place of what it says here: there is no GPU."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(installation, "look_at_torch", lambda python, gpus: {**TORCH, **seen})
+    last = found(installation.torch, {**here, "gpus": GPU})[-1]
+    assert last.level == level
+    assert said in last.found
+    assert todo in last.todo
+
+
+def test_environments_that_are_stale_damaged_or_half_built(
+    here: Facts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("NRL_VENV_DIR", str(tmp_path))
+    [none] = found(installation.environments, here)
+    assert (none.level, none.todo[:21]) == ("note", "`nrl venvs build base")
+    wanted = recipe("base")
+
+    def put(name: str, inventory: dict[str, Any]) -> None:
+        env = tmp_path / name
+        (env / "bin").mkdir(parents=True)
+        (env / "lib/python3.12/site-packages").mkdir(parents=True)
+        (env / "bin/python").symlink_to(sys.executable)
+        (env / INVENTORY).write_text(
+            json.dumps({**inventory, "name": name, "executable": "base", "built": "2026-01-01T00:00:00Z"})
+        )
+
+    old = dict(wanted.inventory["packages"])
+    old["torch"] = {**old["torch"], "version": "2.0.0"}
+    put("base-0123456789ab", {**wanted.inventory, "packages": old})
+    (tmp_path / ".base-77.1.building").mkdir()
+    stale, begun = found(installation.environments, here)
+    assert stale.level == "warning"
+    assert f"torch 2.0.0 -> {here['packages']['torch'].partition('+')[0]}" in stale.found
+    assert "nrl venvs build base" in stale.todo
+    assert (begun.level, begun.found[:12]) == ("note", "1 incomplete")
+    put(wanted.name, {**wanted.inventory})
+    damaged = found(installation.environments, here)[0]
+    assert damaged.level == "warning"
+    assert "accelerate is missing" in damaged.found
+    assert "NRL_FORCE_REBUILD_VENVS=1" in damaged.todo
+
+
+# --- what is around nrl
+
+
+def test_what_ray_has_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    [none] = found(surroundings.ray, facts())
+    assert (none.level, none.values["address"]) == ("ok", None)
+    file = tmp_path / "ray" / "ray_current_cluster"
+    file.parent.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        file.write_text(f"{address}\n")
+        [runs] = found(surroundings.ray, facts())
+        assert (runs.level, runs.found) == ("ok", f"a cluster runs here, at {address}")
+    [stale] = found(surroundings.ray, facts())
+    assert stale.level == "warning"
+    assert address in stale.found
+    assert stale.todo.startswith(f"rm {file}")
+    file.write_text("nonsense")
+    assert found(surroundings.ray, facts())[0].level == "warning"
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.9:6379")
+    assert found(surroundings.ray, facts())[0].found.startswith("RAY_ADDRESS is 10.0.0.9:6379")
+
+
+@pytest.fixture
+def mirror() -> Iterator[str]:
+    """A server that answers as a hub does."""
+
+    class Hub(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.send_error(404)
+
+        def log_message(self, *said: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+def test_the_hub_and_a_token_that_nobody_sees(here: Facts, monkeypatch: pytest.MonkeyPatch, mirror: str) -> None:
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE", "http_proxy", "HTTP_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_TOKEN", "hf_nobody_shall_see_me")
+    monkeypatch.setenv("HF_ENDPOINT", mirror)
+    [reached] = found(surroundings.hub, here)
+    assert (reached.level, reached.values["token"]) == ("ok", True)
+    assert f"{mirror} answers" in reached.found
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    [lost] = found(surroundings.hub, here)
+    assert lost.level == "note"
+    assert "does not answer" in lost.found
+    assert "HF_HUB_OFFLINE=1" in lost.todo
+    monkeypatch.setenv("TRANSFORMERS_OFFLINE", "1")
+    [offline] = found(surroundings.hub, here)
+    assert (offline.level, offline.values["offline"]) == ("note", ["TRANSFORMERS_OFFLINE"])
+    assert "nobody_shall" not in repr([reached, lost, offline])
+
+
+def test_a_sandbox_that_is_missing_or_fails(here: Facts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    wanted = dict.fromkeys(("bwrap", "prlimit", "setpriv"))
+    for name in wanted:
+        program(tmp_path / name, "echo no permissions to create a new namespace >&2; exit 1")
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    [fails] = found(surroundings.sandbox, here)
+    assert fails.level == "note"
+    assert "no permissions" in fails.found
+    assert "namespaces" in fails.todo
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is not None, reason="bubblewrap is installed")
+def test_a_sandbox_that_is_not_installed(here: Facts) -> None:
+    [missing] = found(surroundings.sandbox, here)
+    assert "apt-get install bubblewrap" in missing.found
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+def test_a_sandbox_that_works(here: Facts) -> None:
+    assert [each.level for each in found(surroundings.sandbox, here)] == ["ok"]
+
+
+# --- running them
+
+
+def test_checks_are_told_in_their_order_and_one_that_hangs_is_told_as_well(capsys: pytest.CaptureFixture[str]) -> None:
+    def slow(machine: Facts) -> Iterator[Finding]:
+        time.sleep(0.3)
+        yield ok("slow", str(machine["host"]))
+
+    def hangs(machine: Facts) -> Iterator[Finding]:
+        time.sleep(30)
+        yield ok("hangs", "")
+
+    def wrong(machine: Facts) -> Iterator[Finding]:
+        yield ok("wrong", str(machine["nothing"]))
+
+    def quick(machine: Facts) -> Iterator[Finding]:
+        yield note("quick", "1")
+        yield note("quick", "2")
+
+    began = time.monotonic()
+    some = list(findings([slow, hangs, wrong, quick], 1.0, lambda: {"host": "a"}))
+    assert time.monotonic() - began < 10
+    assert [(each.check, each.level) for each in some] == [
+        ("slow", "ok"), ("hangs", "failed"), ("wrong", "failed"), ("quick", "note"), ("quick", "note"),
+    ]  # fmt: skip
+    assert some[0].found == "a"
+    assert "no answer within 1 s" in some[1].found
+    assert "KeyError" in some[2].found
+
+
+def test_facts_that_do_not_come_are_told() -> None:
+    def dead() -> Facts:
+        raise OSError("gone")
+
+    def hangs() -> Facts:
+        time.sleep(30)
+        return {}
+
+    [late] = findings([installation.python], 0.1, hangs)
+    [wrong] = findings([installation.python], 5.0, dead)
+    assert [(each.check, each.level) for each in (late, wrong)] == [("facts", "failed")] * 2
