@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -30,18 +31,32 @@ class Steps:
         step: what is trained.
         where: the device of torch.
         fake: whether its tensors are; sums that come from it are ones.
+        compile: whether the layers are compiled.
+        drawn: whether weights are those that the CPU draws; if not, the device draws some, which takes no time.
     """
 
-    def __init__(self, step: Step, where: torch.device, fake: bool) -> None:
+    def __init__(
+        self, step: Step, where: torch.device, fake: bool, compile: bool = False, drawn: bool = True
+    ) -> None:
         packing = packing_on(where, Rectangles, step.dtype, "gpu.py")
-        model, source = Model(dict(step.model), dtype=step.dtype), lora.unfilled if fake else lora.unread
-        optimizer = adamw(lr=1e-6, clip=1e9)
-        self.engine = TorchEngine(model, optimizer, packing, step.checkpointing, False, where, source=source)
+        model, source = Model(dict(step.model), dtype=step.dtype), lora.unread if drawn and not fake else lora.unfilled
+        self.engine = TorchEngine(
+            model,
+            attrs.evolve(step.optimizer, lr=1e-6, clip=1e9),
+            packing,
+            step.checkpointing,
+            compile,
+            where,
+            offload=step.offload,
+            source=source,
+        )
         self.batch, self.loss = rows(step), LOSSES[step.loss]
         weights = global_weights(self.loss, self.batch)
         self.weights = dict.fromkeys(weights, 1.0) if fake else weights
         self.parts = list(microbatches_by_prefix(self.batch, max_tokens=step.max_tokens))
         self.state = self.engine.init()
+        if not drawn and not fake:
+            _draw(self.state.module, where)
 
     def __call__(self) -> float:
         """Take one, and return its loss."""
@@ -65,6 +80,14 @@ class Steps:
             name: torch.cat([x.flatten().double() for x in each])
             for name, each in (("log-probabilities", logprobs), ("gradients", gradients))
         }
+
+
+def _draw(module: torch.nn.Module, where: torch.device) -> None:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            own: Any = getattr(parameter, "_local_tensor", parameter)
+            own.copy_(torch.ones(own.shape, device=where) if own.ndim < 2 else torch.randn(own.shape, device=where) / 50)
 
 
 def differences(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float]:

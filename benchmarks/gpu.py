@@ -5,8 +5,8 @@
     python benchmarks/gpu.py fake=true layers=2    # without a GPU, on fake tensors: does it run?
 
 Parts: `machine`; `plan`, which counts steps on fake tensors; `equality` with the CPU; `kernels` of a step, `memory`
-against the plan; `speed` beside plain transformers, in turns; `vllm` on the trainer's GPU, and on another where there
-is one. Each prints lines for an issue and writes them to a folder, `out`. See docs/first_hour_on_a_gpu.md.
+against the plan; `speed` beside plain transformers, in turns; `options`, what each costs and saves at the widths of 8B;
+`vllm` on the trainer's GPU, and on another where there is one. Each prints lines for an issue and writes them to a folder, `out`. See docs/first_hour_on_a_gpu.md.
 """
 
 import json
@@ -40,7 +40,7 @@ from nrl.plan.driven import Step, drive, rows
 from nrl.plan.gpus import estimate
 from nrl.runtime.peaks import peak
 
-__all__ = ["CASES", "PARTS", "SMALL", "TINY", "Config", "beside_vllm", "judged", "main", "step_of"]
+__all__ = ["CASES", "OPTIONS", "PARTS", "SMALL", "TINY", "Config", "beside_vllm", "judged", "main", "step_of"]
 
 GIB = 2**30
 TINY = {
@@ -56,6 +56,14 @@ CASES: dict[str, dict[str, Any]] = {
     "checkpointing": {"checkpointing": True},
     "selective checkpointing": {"checkpointing": "selective", "shared": 48},
 }
+OPTIONS: dict[str, dict[str, Any]] = {
+    "checkpointing=true": {},
+    "checkpointing=selective": {"checkpointing": "selective"},
+    "checkpointing=false": {"checkpointing": False},
+    "compile=true": {},
+    "moments=bfloat16": {"optimizer": adamw(lr=1e-6, moments="bfloat16")},
+    "offload=cpu": {"offload": "cpu"},
+}
 FLOAT32 = 1e-4  # of sums in another order; a wrong mask or a lost row is above 0.01
 ROUNDED = 2.0  # an error in bfloat16 over that of a CPU in bfloat16, both from float32
 BESIDE = 0.1  # by which a peak may differ from the plan
@@ -63,13 +71,14 @@ BESIDE = 0.1  # by which a peak may differ from the plan
 
 @attrs.frozen
 class Config:
-    parts: tuple[str, ...] = ("machine", "plan", "equality", "kernels", "memory", "speed", "vllm")
+    parts: tuple[str, ...] = ("machine", "plan", "equality", "kernels", "memory", "speed", "options", "vllm")
     fake: bool = False  # on fake tensors, in this process, without vLLM
     out: str = "gpu"  # a folder
     seconds: float = 600.0  # after which no part goes on
     widths: tuple[int, ...] = (8192, 16384)  # tokens of a row
     max_tokens: int = 16384  # of a step, in one micro-batch
     layers: int = 28  # of Qwen3-0.6B
+    wide_layers: int = 6  # with the widths of Qwen3-8B, in the part `options`
     checkpointing: bool = True  # of nrl and of plain transformers alike
     pairs: int = 5  # of steps, after one that does not count
 
@@ -267,6 +276,55 @@ def _tell_speed(report: Report, step: Step, batch: Batch, device: Device, times:
         report.tell(f"width {step.width}: nrl / plain: {statistics.median(ratios):.2f} of the time")
 
 
+def options(cfg: Config, device: Device, report: Report) -> None:
+    """The peak of a step against the plan's and tokens a second, as options change them, at the widths of Qwen3-8B.
+
+    The device draws the weights: those of a small model with wide layers, which a CPU would draw for minutes.
+    """
+    model = MODELS["Qwen3-8B"] | {"num_hidden_layers": cfg.wide_layers}
+    first = attrs.evolve(step_of(cfg, cfg.widths[0], device), model=model, checkpointing=True, loss="grpo")
+    steps = {name: attrs.evolve(first, **change) for name, change in OPTIONS.items()}
+    with ThreadPoolExecutor() as pool:
+        plans = dict(zip(steps, pool.map(drive, steps.values()), strict=True))
+    for name, step in steps.items():
+        compiled = name == "compile=true"
+        if compiled and device.fake is not None:
+            report.tell(f"{name}: not measured: fake tensors are not compiled")
+            continue
+        if step.offload and device.fake is not None:
+            report.tell(f"{name}: not measured: the process group is fake")
+            continue
+        try:
+            found = _option(cfg, step, compiled, device)
+        except (RuntimeError, nrl.errors.NrlError) as error:  # of memory, or of a compiler
+            report.tell(f"{name}: FAILED: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+            report.check(f"{name}: it ran", 0, 1, 1)
+            continue
+        finally:
+            torch.cuda.empty_cache()
+        batch, most, times = found
+        report.tell(f"{name}: {most / GIB:.2f} GiB, planned {plans[name]['peak'] / GIB:.2f} GiB", **{name: most})
+        if not compiled:  # which the plan leaves out
+            report.check(f"{name}: peak over plan", most / plans[name]["peak"], 1 + BESIDE, 1 - BESIDE)
+        _tell_speed(report, step, batch, device, {name: times})
+
+
+def _option(cfg: Config, step: Step, compiled: bool, device: Device) -> tuple[Batch, int, list[float]]:
+    """The rows, the peak of the second of some steps, and the seconds of those from the third on."""
+    times = []
+    with device.used():
+        steps = Steps(step, device.torch, device.fake is not None, compile=compiled, drawn=False)
+        steps()
+        device.forget()
+        steps()
+        most = device.peak()
+        for _ in range(2 if step.offload else cfg.pairs):
+            _, seconds = device.timed(steps)
+            if seconds is not None:
+                times.append(seconds)
+    return steps.batch, most, times
+
+
 def beside_vllm(
     cfg: Config, slots: int, rounds: int, prompts: int = 64, tokens: int = 256, **options: Any
 ) -> dict[str, list[float]]:
@@ -300,7 +358,7 @@ def with_vllm(cfg: Config, device: Device, report: Report) -> None:
 
 PARTS: dict[str, Callable[[Config, Device, Report], None]] = {
     "machine": machine, "plan": plan, "equality": equality, "kernels": kernels, "memory": memory, "speed": speed,
-    "vllm": with_vllm,
+    "options": options, "vllm": with_vllm,
 }  # fmt: skip
 
 

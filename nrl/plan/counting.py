@@ -25,7 +25,7 @@ _OWN = {str(Path(__file__).with_name(name)) for name in ("counting.py", "fake_cu
 _HEAD = str(Path(_NRL) / "backends/training/fused_logprobs.py")
 _ATEN: Any = torch.ops.aten
 _READ = 2**16
-"""So many numbers, at most, of a tensor of weights on the host are real."""
+"""So many numbers, at most, of a tensor on the host are real, where it holds weights."""
 
 
 def where() -> str:
@@ -181,7 +181,7 @@ class Counting(TorchDispatchMode):
     def _at_host(
         self, func: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor], fakes: list[FakeTensor], to: Any
     ) -> Any:
-        """What the host gets, which is ones; None: it gets nothing."""
+        """What the host gets, which is ones, or in places of its own that are large, anything; None: it gets nothing."""
         copies, there = func is _ATEN._to_copy.default, any(x.device.type == "cuda" for x in fakes)
         if func in (_ATEN._local_scalar_dense.default, _ATEN.equal.default, _ATEN.is_nonzero.default):
             if there:
@@ -203,7 +203,9 @@ class Counting(TorchDispatchMode):
                 self._copies("copy to the host" + self._blocking(args[0], args[2:3] == (True,)), args[0])
             if (one, other) == ("cuda", "cpu") and args[1].ndim:
                 self._copies("copy to the device" + self._blocking(args[1], args[2:3] == (True,)), args[0])
-            return None if isinstance(args[0], FakeTensor) else args[0].fill_(1)
+            if isinstance(args[0], FakeTensor):
+                return None
+            return args[0] if args[0].numel() > _READ else args[0].fill_(1)  # large ones would take a host's memory
         stray = [tuple(x.shape) for x in tensors if not isinstance(x, FakeTensor) and x.ndim and x.device.type == "cpu"]
         if stray and there and not copies and "c10d" not in name:
             raise RuntimeError(f"{name}: tensors of the CPU of shapes {stray} beside those of the device, at {where()}")

@@ -1,13 +1,16 @@
 """The engine on fake CUDA tensors: what a small step needs, whose numbers fail when a change adds to them."""
 
+import multiprocessing
+import resource
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import attrs
 import pytest
 
 from nrl.errors import ConfigError
-from nrl.plan import fake_cuda
+from nrl.plan import driven, fake_cuda
 from nrl.plan.closed import closed_flops, closed_parameters
 from nrl.plan.driven import Step, drive
 from tests.plan.test_gpus import TINY
@@ -186,3 +189,18 @@ def test_a_rank_that_has_less() -> None:
         assert 0 <= padding < 16 * 7 * len(shapes)  # each piece begins at a multiple of 16 bytes
     assert last["parameters"] < first["parameters"]
     assert sum(1 for size in has[1] if not size) > 0  # of some it has nothing
+
+
+def resident(step: Step) -> tuple[int, int]:
+    """Bytes that the step's process has for weights and moments, and the most bytes that the drive's own one had."""
+    found = driven._here(step)
+    return found["parameters"] + found["moments"], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def test_a_plan_needs_no_memory_for_what_is_saved_or_at_rest() -> None:
+    """Else that of 8B for one process would need 98 GB of the host."""
+    step = Step(SMALL | {"vocab_size": 152_064, "hidden_size": 2048}, width=64, max_tokens=128)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
+        held, resident_bytes = alone.submit(resident, step).result()
+    assert held > 3.5 * 2**30
+    assert resident_bytes < 1.5 * 2**30
