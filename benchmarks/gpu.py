@@ -60,9 +60,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "checkpointing=true": {},
     "checkpointing=selective": {"checkpointing": "selective"},
     "checkpointing=false": {"checkpointing": False},
-    "compile=true": {},
     "moments=bfloat16": {"optimizer": adamw(lr=1e-6, moments="bfloat16")},
     "offload=cpu": {"offload": "cpu"},
+    "compile=true": {},  # the last: torch keeps what it has compiled, and what that holds
 }
 FLOAT32 = 1e-4  # of sums in another order; a wrong mask or a lost row is above 0.01
 ROUNDED = 2.0  # an error in bfloat16 over that of a CPU in bfloat16, both from float32

@@ -47,6 +47,19 @@ def test_it_runs_to_its_end_on_fake_tensors_and_no_number_is_made_up(tmp_path: P
     assert "vllm: skipped" in done.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_options_run_to_their_end_on_fake_tensors(tmp_path: Path) -> None:
+    done = run(tmp_path, "fake=true", "parts=[options]", "wide_layers=1", timeout=590)
+    assert done.returncode == 0, done.stdout + done.stderr
+    checks = read(tmp_path / "options.json")["checks"]
+    driven = [name for name in gpu.OPTIONS if name not in ("compile=true", "offload=cpu")]
+    assert [check["what"] for check in checks] == [f"{name}: peak over plan" for name in driven]
+    assert {check["found"] for check in checks} == {1.0}  # to the byte
+    assert "compile=true: not measured" in done.stdout
+    assert "offload=cpu: not measured" in done.stdout
+
+
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
 def test_its_checks_are_kept_on_a_gpu(tmp_path: Path) -> None:

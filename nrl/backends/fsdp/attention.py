@@ -17,15 +17,14 @@ NAME = "nrl_packed"
 def register_attention() -> str:
     """Make the attention known to transformers, and return its name.
 
-    transformers builds no mask for it: rows are known by the form that they lie in.
+    transformers makes no mask for an attention that is none of its own, and then does not look for rows among the
+    positions either, for which it would wait for the device: rows are known by the form that they lie in.
     transformers' own packing by ``position_ids`` is not used: a cache or a mask of ones switches it off silently.
     """
     from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
 
     # Not compiled: the rows differ from batch to batch, and torch would compile for each anew
     AttentionInterface.register(NAME, torch.compiler.disable(_attend))
-    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
     return NAME
 
 

@@ -1,4 +1,7 @@
-"""SIGTERM while Ray connects: the program's own handler answers, as it does before and after that."""
+"""SIGTERM while Ray connects: the program's own handler answers, as it does before and after that.
+
+`test_apart.py` runs it, in a process that has joined no cluster of Ray yet.
+"""
 
 import os
 import signal
