@@ -11,7 +11,7 @@ from torch import Tensor
 
 import nrl
 from nrl.algos import sft_loss
-from nrl.backends import Model, Sampler, Trainer, adamw
+from nrl.backends import Model, Sampler, Trainer
 from nrl.backends.fsdp.torch_engine import TorchEngine
 from nrl.backends.models import lora
 from nrl.backends.training.packed_attention import packing_on
@@ -35,9 +35,7 @@ class Steps:
         drawn: whether weights are those that the CPU draws; if not, the device draws some, which takes no time.
     """
 
-    def __init__(
-        self, step: Step, where: torch.device, fake: bool, compile: bool = False, drawn: bool = True
-    ) -> None:
+    def __init__(self, step: Step, where: torch.device, fake: bool, compile: bool = False, drawn: bool = True) -> None:
         packing = packing_on(where, Rectangles, step.dtype, "gpu.py")
         model, source = Model(dict(step.model), dtype=step.dtype), lora.unread if drawn and not fake else lora.unfilled
         self.engine = TorchEngine(
@@ -87,7 +85,8 @@ def _draw(module: torch.nn.Module, where: torch.device) -> None:
     with torch.no_grad():
         for parameter in module.parameters():
             own: Any = getattr(parameter, "_local_tensor", parameter)
-            own.copy_(torch.ones(own.shape, device=where) if own.ndim < 2 else torch.randn(own.shape, device=where) / 50)
+            drawn = torch.ones(own.shape, device=where) if own.ndim < 2 else torch.randn(own.shape, device=where) / 50
+            own.copy_(drawn)
 
 
 def differences(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float]:
@@ -176,7 +175,7 @@ def exchanged(
         the first of two takes longer, which is what a swap takes where both are on one GPU; ``tokens``, of a call.
 
     >>> from nrl import tiny
-    >>> from nrl.backends import Sampling, fsdp, hf
+    >>> from nrl.backends import Sampling, adamw, fsdp, hf
     >>> with nrl.cluster("local") as here:
     ...     trainer = fsdp.trainer(here.reserve(1), tiny.model(), adamw(lr=1e-3))
     ...     sampler = hf.sampler(here.reserve(1), tiny.model(), Sampling(max_new_tokens=4))

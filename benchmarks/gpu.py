@@ -5,8 +5,9 @@
     python benchmarks/gpu.py fake=true layers=2    # without a GPU, on fake tensors: does it run?
 
 Parts: `machine`; `plan`, which counts steps on fake tensors; `equality` with the CPU; `kernels` of a step, `memory`
-against the plan; `speed` beside plain transformers, in turns; `options`, what each costs and saves at the widths of 8B;
-`vllm` on the trainer's GPU, and on another where there is one. Each prints lines for an issue and writes them to a folder, `out`. See docs/first_hour_on_a_gpu.md.
+against the plan; `speed` beside plain transformers, in turns; kernels of `attention`; `rests`, wakes and saves of a
+state; `options`, what each costs and saves at the widths of 8B; `vllm` on the trainer's GPU, and on another where there
+is one. Each prints lines for an issue and writes them to a folder, `out`. See docs/first_hour_on_a_gpu.md.
 """
 
 import json
@@ -28,7 +29,7 @@ import attrs
 import torch
 
 import nrl
-from benchmarks import _gpu
+from benchmarks import _gpu, _gpu_calls
 from benchmarks._gpu import Device, Report
 from benchmarks._gpu_steps import Steps, differences, exchanged, plain, training_flops
 from benchmarks.fits import MODELS
@@ -71,7 +72,7 @@ BESIDE = 0.1  # by which a peak may differ from the plan
 
 @attrs.frozen
 class Config:
-    parts: tuple[str, ...] = ("machine", "plan", "equality", "kernels", "memory", "speed", "options", "vllm")
+    parts: tuple[str, ...] = attrs.field(factory=lambda: tuple(PARTS))
     fake: bool = False  # on fake tensors, in this process, without vLLM
     out: str = "gpu"  # a folder
     seconds: float = 600.0  # after which no part goes on
@@ -276,6 +277,13 @@ def _tell_speed(report: Report, step: Step, batch: Batch, device: Device, times:
         report.tell(f"width {step.width}: nrl / plain: {statistics.median(ratios):.2f} of the time")
 
 
+def rests(cfg: Config, device: Device, report: Report) -> None:
+    """Rest, wake and save of the step's state."""
+    with device.used():
+        steps = Steps(step_of(cfg, cfg.widths[0], device), device.torch, device.fake is not None, drawn=False)
+        _gpu_calls.rests(steps, device, report)
+
+
 def options(cfg: Config, device: Device, report: Report) -> None:
     """The peak of a step against the plan's and tokens a second, as options change them, at the widths of Qwen3-8B.
 
@@ -358,6 +366,7 @@ def with_vllm(cfg: Config, device: Device, report: Report) -> None:
 
 PARTS: dict[str, Callable[[Config, Device, Report], None]] = {
     "machine": machine, "plan": plan, "equality": equality, "kernels": kernels, "memory": memory, "speed": speed,
+    "attention": lambda cfg, device, report: _gpu_calls.attention(cfg.widths[0], device, report), "rests": rests,
     "options": options, "vllm": with_vllm,
 }  # fmt: skip
 

@@ -31,7 +31,7 @@ def read(path: Path) -> Any:
 
 
 def test_it_runs_to_its_end_on_fake_tensors_and_no_number_is_made_up(tmp_path: Path) -> None:
-    done = run(tmp_path, "fake=true", "parts=[machine,plan,equality,kernels,memory,speed,vllm]")
+    done = run(tmp_path, "fake=true", "parts=[machine,plan,equality,kernels,memory,speed,attention,rests,vllm]")
     assert done.returncode == 0, done.stdout + done.stderr
     plan = read(tmp_path / "plan-512.json")["found"]
     assert read(tmp_path / "memory.json")["numbers"] == {"512": plan["peak"]}  # of this process, to the byte
@@ -45,6 +45,8 @@ def test_it_runs_to_its_end_on_fake_tensors_and_no_number_is_made_up(tmp_path: P
     assert "speed: width 512: plain: not measured; 987 tokens" in done.stdout
     assert "machine: no device: fake tensors" in done.stdout
     assert "vllm: skipped" in done.stdout
+    assert "attention: skipped" in done.stdout
+    assert done.stdout.count("not measured; 2.") == 9  # GB, of rests, wakes and saves
 
 
 @pytest.mark.slow

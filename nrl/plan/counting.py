@@ -181,7 +181,7 @@ class Counting(TorchDispatchMode):
     def _at_host(
         self, func: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor], fakes: list[FakeTensor], to: Any
     ) -> Any:
-        """What the host gets, which is ones, or in places of its own that are large, anything; None: it gets nothing."""
+        """What the host gets, which is ones, or anything where it has a large place for it; None: it gets nothing."""
         copies, there = func is _ATEN._to_copy.default, any(x.device.type == "cuda" for x in fakes)
         if func in (_ATEN._local_scalar_dense.default, _ATEN.equal.default, _ATEN.is_nonzero.default):
             if there:

@@ -11,7 +11,7 @@ RUNTIME = Path(__file__).parents[1]
 
 
 def passes(file: str, marked: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-n0", "-q", "-p", "no:cacheprovider", "-m", marked, RUNTIME / file]
+    command = [sys.executable, "-m", "pytest", "-n0", "-q", "-p", "no:cacheprovider", "-m", marked, str(RUNTIME / file)]
     done = subprocess.run(command, cwd=RUNTIME.parents[1], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
