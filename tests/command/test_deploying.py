@@ -73,6 +73,7 @@ OPTIONS: dict[str, tuple[Sequence[str], str]] = {
     "mounts": (["container=pyxis", "image=i", "mounts=[/data, /a:/b:ro]"], ",/data:/data,/a:/b:ro"),
     "venv": (["venv=/venvs/my env"], "export PATH='/venvs/my env'/bin:$PATH"),
     "executables": (["executables=[base, vllm]"], "nrl venvs build base vllm"),
+    "doctor": (["doctor=true"], "-- nrl doctor cluster=auto shared="),
     "venvs": (["venvs=/local/venvs"], "export NRL_VENV_DIR=/local/venvs"),
     "setup": (["setup=modules.sh"], "source modules.sh"),
     "env": (["env={HF_HOME: /data/hf}"], "export HF_HOME=/data/hf"),
@@ -163,6 +164,15 @@ def test_a_job_ends_where_its_setup_fails(program: Path, setup: str) -> None:
     done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, cwd=program.parent)
     assert done.returncode == 1
     assert f"in {program.parent}, this failed: source {setup}\n" in done.stderr
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_job_whose_nodes_the_doctor_finds_ill_ends_before_its_program(program: Path, status: int) -> None:
+    (ask,) = re.findall(r"^\(step .*nrl doctor.*\n.*$", deployed(program, "doctor=true"), re.MULTILINE)
+    bash = f"step() {{ return {status}; }}\n{ask}\necho on"
+    done = subprocess.run(["bash", "-c", bash], env=environment(), capture_output=True, text=True)
+    said = "job: something has FAILED on these nodes, as said above; the program was not started\n"
+    assert (done.returncode, done.stdout, done.stderr) == ((1, "", said) if status else (0, "on\n", ""))
 
 
 @attrs.frozen

@@ -80,7 +80,7 @@ def test_a_job_runs_a_trainer_over_both_nodes_to_its_end(tmp_path: Path) -> None
 @pytest.mark.timeout(900)
 def test_a_job_that_is_told_to_end_saves_and_the_next_one_goes_on_to_the_end(tmp_path: Path) -> None:
     with slurm(tmp_path / "slurm") as up:
-        settings, steps = ["executables=[]", "time=20", "grace=40"], 20
+        settings, steps = ["executables=[]", "time=20", "grace=40", "doctor=true"], 20
         path = script(up, "told", "tests/command/on_slurm.py", settings, [f"steps={steps}"])
         first, metrics = submitted(up, path), up.shared / "told" / "metrics.jsonl"
         wait(up, first, lambda: metrics.exists() and len(lines(metrics)) >= 2, 400)
@@ -89,6 +89,7 @@ def test_a_job_that_is_told_to_end_saves_and_the_next_one_goes_on_to_the_end(tmp
         second = submitted(up, path)  # it waits for the nodes
         wait(up, second, lambda: state(up, second) == "COMPLETED", 400)
         assert "ExitCode=143:0" in up("scontrol", "show", "job", first)
+        assert re.search(r"^OK +shared .*\n(.*\n)*doctor: nothing failed", said(up, first), re.MULTILINE)
         (saved,) = re.findall(r"step (\d+) of 'train' is saved in", said(up, first))
         done = int(saved) + 1
         assert 2 <= done < steps

@@ -105,6 +105,7 @@ class Slurm:
         help="to build first, by default those of the program's trainer= and sampler=; []: none",
         validator=_executable,
     )
+    doctor: bool = False  # ask `nrl doctor` of all nodes before the program; where something fails the job ends
     venvs: str | None = None  # NRL_VENV_DIR; best on a disk of the node; none: in the user's cache
     setup: str | None = None  # a file of bash that is sourced first, such as one of `module load`
     env: dict[str, str] = attrs.field(factory=dict, validator=environment)  # variables, for all processes; no secrets
