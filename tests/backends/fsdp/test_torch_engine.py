@@ -871,6 +871,17 @@ class Reads(TorchDispatchMode):
         return found
 
 
+def test_transformers_does_not_look_for_rows_among_the_positions(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To make a mask of them it would wait for the device, in each micro-batch."""
+    from transformers import masking_utils
+
+    looked, trainer = list[object](), make(slots)
+    state = trainer.init()
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", looked.append)
+    trainer.train_step(algos.grpo_loss)(state, batch_of(MIXED))
+    assert looked == []
+
+
 def test_more_micro_batches_read_no_more_numbers(slots: Slots) -> None:
     """The first step of a loss that is computed for trained tokens only, and one of a loss that needs all of them."""
 
