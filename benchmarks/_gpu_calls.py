@@ -25,28 +25,33 @@ def _milliseconds(device: Device, act: Callable[[], Any], times: int = 10) -> fl
 
 
 def attention(width: int, device: Device, report: Report) -> None:
-    """Time the kernels of `sdpa` for a layer of Qwen3-0.6B, 2 rows of ``width`` tokens: a shape's first call, others.
+    """Time the kernels of `sdpa` for a layer of Qwen3-0.6B, 2 rows: the first calls of a shape, and others.
 
-    torch's varlen kernel is the first of them. Batches have other shapes each time, so that first calls count.
+    torch's varlen kernel is the first of them. Batches have other shapes each time, so that first calls count; that of
+    the first width also loads a library.
     """
     if device.fake is not None:
         report.tell("skipped: fake tensors take no time")
         return
+    for size in (width, width - 8, width - 37):
+        for name, backend in BACKENDS.items():
+            with sdpa_kernel(backend):
+                _kernel(name, size, device, report)
+
+
+def _kernel(name: str, width: int, device: Device, report: Report) -> None:
     shapes = [(2, heads, width, 128) for heads in (16, 8, 8)]
     q, k, v = (torch.randn(shape, device=device.torch, dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
-    cotangent = torch.randn_like(q)
-
-    def forward() -> torch.Tensor:
-        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-    for name, backend in BACKENDS.items():
-        with sdpa_kernel(backend):
-            out, first = device.timed(forward)
-            there = _milliseconds(device, forward)
-            backward = partial(torch.autograd.grad, out, (q, k, v), cotangent, retain_graph=True)
-            back = _milliseconds(device, backward)
-        said = f"{there:.2f} ms, backward {back:.2f} ms, the first call {1000 * (first or 0):.0f} ms"
-        report.tell(f"width {width}: {name}: {said}", **{name: [there, back, first]})
+    forward = partial(scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=True)
+    out, first = device.timed(forward)
+    backward = partial(torch.autograd.grad, out, (q, k, v), torch.randn_like(q), retain_graph=True)
+    _, back = device.timed(backward)
+    firsts = f"first calls {1000 * (first or 0):.0f} and {1000 * (back or 0):.0f} ms"
+    found = [_milliseconds(device, each) for each in (forward, backward)]
+    report.tell(
+        f"width {width}: {name}: {found[0]:.2f} ms, backward {found[1]:.2f} ms; {firsts}",
+        **{f"{name} {width}": [*found, first, back]},
+    )
 
 
 def rests(steps: Steps, device: Device, report: Report) -> None:
