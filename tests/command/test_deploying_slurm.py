@@ -29,7 +29,7 @@ def script(up: Slurm, name: str, program: str, settings: Sequence[str], argument
     """Where on the nodes the script of a job is."""
     given = [f"folder={ROOT}", f"name={name}", f"out=/mnt/{name}", "logs=/mnt/logs", "object_store=200M", *settings]
     target = up.shared / f"{name}.sbatch"
-    assert main(["deploy", "slurm", program, "nodes=2", f"to={target}", *given, "--", *arguments]) == 0
+    assert main(["deploy", "slurm", program, f"to={target}", *given, "--", *arguments]) == 0
     (up.shared / "logs").mkdir(exist_ok=True)
     return f"/mnt/{target.name}"
 
@@ -68,7 +68,7 @@ def assert_as_alone(out: Path, steps: int, tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_a_job_runs_a_trainer_over_both_nodes_to_its_end(tmp_path: Path) -> None:
     with slurm(tmp_path / "slurm") as up:
-        settings = ["executables=[]", "time=20"]
+        settings = ["nodes=2", "executables=[]", "time=20"]
         job = submitted(up, script(up, "short", "tests/command/on_slurm.py", settings, ["steps=4"]))
         wait(up, job, lambda: state(up, job) == "COMPLETED", 500)
         assert f"slots on {FIRST} {SECOND}\n" in said(up, job)
@@ -80,7 +80,7 @@ def test_a_job_runs_a_trainer_over_both_nodes_to_its_end(tmp_path: Path) -> None
 @pytest.mark.timeout(900)
 def test_a_job_that_is_told_to_end_saves_and_the_next_one_goes_on_to_the_end(tmp_path: Path) -> None:
     with slurm(tmp_path / "slurm") as up:
-        settings, steps = ["executables=[]", "time=20", "grace=40", "doctor=true"], 20
+        settings, steps = ["nodes=2", "executables=[]", "time=20", "grace=40", "doctor=true"], 20
         path = script(up, "told", "tests/command/on_slurm.py", settings, [f"steps={steps}"])
         first, metrics = submitted(up, path), up.shared / "told" / "metrics.jsonl"
         wait(up, first, lambda: metrics.exists() and len(lines(metrics)) >= 2, 400)
@@ -97,10 +97,30 @@ def test_a_job_that_is_told_to_end_saves_and_the_next_one_goes_on_to_the_end(tmp
         assert_as_alone(up.shared / "told", steps, tmp_path)
 
 
-def undisturbed(out: Path) -> None:
+def undisturbed(out: Path, *program: str) -> None:
     """A run without Slurm and Ray, whose bits are the same."""
-    words = [sys.executable, "examples/grpo.py", *PROGRAM, "cluster=local", f"out={out}"]
+    words = [sys.executable, "examples/grpo.py", *program, "cluster=local", f"out={out}"]
     subprocess.run(words, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_seeds_run_at_once_each_on_a_node_of_its_own(tmp_path: Path) -> None:
+    program = ["steps=6", "warmup=4", "prompts=4", "group_size=4", "eval_data=null", "samplers=0"]
+    with slurm(tmp_path / "slurm") as up:
+        array = submitted(up, script(up, "seeds", "examples/grpo.py", ["seeds=2", "time=20"], program))
+        jobs = [f"{array}_{seed}" for seed in range(2)]
+        for job in jobs:
+            wait(up, job, lambda job=job: state(up, job) == "COMPLETED", 1000)  # type: ignore[misc]
+        hosts = [re.findall(r"BatchHost=(\S+)", up("scontrol", "show", "job", job)) for job in jobs]
+        assert sorted(hosts) == [["node-a"], ["node-b"]]
+        losses = []
+        for seed in range(2):
+            undisturbed(up.shared / f"alone-{seed}", *program, f"seed={seed}")
+            found, expected = untimed(up.shared / "seeds" / f"seed-{seed}"), untimed(up.shared / f"alone-{seed}")
+            assert found == expected
+            losses.append([step["loss"] for step in found["metrics.jsonl"]])
+        assert losses[0] != losses[1]
 
 
 @pytest.mark.slow
@@ -111,7 +131,7 @@ def test_a_job_that_is_stopped_at_its_time_limit_ends_with_the_numbers_of_one_th
     The trainer and the sampler have a node each, since a node has one processor.
     """
     with slurm(tmp_path / "slurm") as up:
-        job = submitted(up, script(up, "stopped", "examples/grpo.py", ["time=50", "grace=119"], PROGRAM))
+        job = submitted(up, script(up, "stopped", "examples/grpo.py", ["nodes=2", "time=50", "grace=119"], PROGRAM))
         metrics = up.shared / "stopped" / "metrics.jsonl"
         wait(up, job, lambda: metrics.exists() and len(lines(metrics)) >= 3)
         (elapsed,) = re.findall(r"RunTime=00:(\d\d):", up("scontrol", "show", "job", job))
@@ -127,7 +147,7 @@ def test_a_job_that_is_stopped_at_its_time_limit_ends_with_the_numbers_of_one_th
         for start in (first, second):
             ranks = [{each.name for each in (start / f"node-{i}").glob("*[[]0[]].out")} for i in (0, 1)]
             assert sorted(map(sorted, ranks)) == [["sampler[0].out"], ["trainer[0].out"]]
-        undisturbed(up.shared / "undisturbed")
+        undisturbed(up.shared / "undisturbed", *PROGRAM)
         found, expected = (untimed(up.shared / each) for each in ("stopped", "undisturbed"))
         assert len(expected["metrics.jsonl"]) == STEPS
         assert sum(step["grad_norm"] > 0 for step in expected["metrics.jsonl"]) >= 5  # there were weights to lose
