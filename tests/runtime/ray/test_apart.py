@@ -1,5 +1,6 @@
 """Tests that join a cluster of Ray other than the session's: a process is on one at a time, so they have their own."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,8 @@ RUNTIME = Path(__file__).parents[1]
 
 def passes(file: str, marked: str) -> None:
     command = [sys.executable, "-m", "pytest", "-n0", "-q", "-p", "no:cacheprovider", "-m", marked, str(RUNTIME / file)]
-    done = subprocess.run(command, cwd=RUNTIME.parents[1], capture_output=True, text=True, check=False)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}  # the session's cluster's
+    done = subprocess.run(command, cwd=RUNTIME.parents[1], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
