@@ -292,28 +292,26 @@ def options(cfg: Config, device: Device, report: Report) -> None:
     model = MODELS["Qwen3-8B"] | {"num_hidden_layers": cfg.wide_layers}
     first = attrs.evolve(step_of(cfg, cfg.widths[0], device), model=model, checkpointing=True, loss="grpo")
     steps = {name: attrs.evolve(first, **change) for name, change in OPTIONS.items()}
+    if device.fake is not None:
+        for name, why in (("compile=true", "fake tensors are not compiled"), ("offload=cpu", "the group is fake")):
+            del steps[name]
+            report.tell(f"{name}: not measured: {why}")
+    driven = steps.keys() - {"compile=true"}  # which the plan leaves out
     with ThreadPoolExecutor() as pool:
-        plans = dict(zip(steps, pool.map(drive, steps.values()), strict=True))
+        plans = dict(zip(driven, pool.map(drive, map(steps.__getitem__, driven)), strict=True))
     for name, step in steps.items():
-        compiled = name == "compile=true"
-        if compiled and device.fake is not None:
-            report.tell(f"{name}: not measured: fake tensors are not compiled")
-            continue
-        if step.offload and device.fake is not None:
-            report.tell(f"{name}: not measured: the process group is fake")
-            continue
         try:
-            found = _option(cfg, step, compiled, device)
+            batch, most, times = _option(cfg, step, name not in driven, device)
         except (RuntimeError, nrl.errors.NrlError) as error:  # of memory, or of a compiler
             report.tell(f"{name}: FAILED: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
             report.check(f"{name}: it ran", 0, 1, 1)
             continue
         finally:
             torch.cuda.empty_cache()
-        batch, most, times = found
-        report.tell(f"{name}: {most / GIB:.2f} GiB, planned {plans[name]['peak'] / GIB:.2f} GiB", **{name: most})
-        if not compiled:  # which the plan leaves out
-            report.check(f"{name}: peak over plan", most / plans[name]["peak"], 1 + BESIDE, 1 - BESIDE)
+        report.tell(f"{name}: {most / GIB:.2f} GiB", **{name: most})
+        if plan := plans.get(name):
+            report.tell(f"{name}: planned {plan['peak'] / GIB:.2f} GiB")
+            report.check(f"{name}: peak over plan", most / plan["peak"], 1 + BESIDE, 1 - BESIDE)
         _tell_speed(report, step, batch, device, {name: times})
 
 

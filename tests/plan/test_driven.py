@@ -4,12 +4,12 @@ import multiprocessing
 import sys
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
 
+from benchmarks.linear_logprobs import resident as status
 from nrl.errors import ConfigError
 from nrl.plan import driven, fake_cuda
 from nrl.plan.closed import closed_flops, closed_parameters
@@ -195,8 +195,7 @@ def test_a_rank_that_has_less() -> None:
 def resident(step: Step) -> tuple[int, int]:
     """Bytes that the step's process has for weights and moments, and the most bytes that the drive's own one had."""
     found = driven._here(step)
-    (most,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
-    return found["parameters"] + found["moments"], int(most.split()[1]) * 1024
+    return found["parameters"] + found["moments"], status("VmHWM")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone says how much memory a process had")

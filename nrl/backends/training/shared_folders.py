@@ -5,7 +5,6 @@ process that finds it leaves an answer, and the program looks for the answers.
 """
 
 import socket
-import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nrl.errors import CheckpointError
-from nrl.files import Folder, Written, at, check_sizes, check_sums, write
+from nrl.files import Folder, Written, arrives, at, check_sizes, check_sums, write
 from nrl.runtime.mesh.calling import from_all
 from nrl.runtime.mesh.current_process import process
 from nrl.runtime.mesh.placement import Mesh
@@ -49,7 +48,7 @@ def stranger(folder: Folder, ask: Callable[[Folder, str], Sequence[tuple[str, st
     _leave(folder / note)
     try:
         for rank, (host, why) in enumerate(ask(folder, note)):
-            if not why and not _arrives(folder / f"{note}.{rank}"):
+            if not why and not arrives(folder / f"{note}.{rank}", _PATIENCE):
                 why = "writes what does not arrive there"
             if why:
                 return Stranger(rank, host, why)
@@ -127,7 +126,7 @@ def answer(folder: Folder, note: str) -> tuple[str, str]:
     """In a process: answer the program's note; the name of this host, and why it has another folder, or ""."""
     host = socket.gethostname()
     try:
-        if not _arrives(folder / note):
+        if not arrives(folder / note, _PATIENCE):
             return host, "has another folder there" if folder.exists() else "has no such folder"
     except Exception as error:  # a store raises all kinds
         return host, f"cannot look there ({type(error).__name__}: {error})"
@@ -168,12 +167,3 @@ def _leave(path: Folder) -> None:
         path.write_bytes(b"")
     else:
         write(path, [])
-
-
-def _arrives(path: Folder) -> bool:
-    until = time.monotonic() + _PATIENCE
-    while not path.exists():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.05)
-    return True

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import attrs
 
 from nrl.errors import PlacementError
+from nrl.files import arrives
 from nrl.log import error_text, wait_until
 from nrl.runtime.clusters import cluster as entered
 from nrl.runtime.doctor.comparing import clock, differences, rounds, slots, way
@@ -205,7 +206,7 @@ def _shared(there: Mapping[str, _Host], shared: str | None, limit: float) -> Ite
         found, wrong = _answers(f"who sees {folder}", asked, limit)
         wrong |= {name: why for name, why in found.items() if why}
         for name in found.keys() - wrong.keys():
-            if not _arrives(folder / f"{mark}.{name}"):
+            if not arrives(folder / f"{mark}.{name}", _PATIENCE):
                 wrong[name] = "writes what does not arrive here"
         for name, why in wrong.items():
             less = f"{folder} on {socket.gethostname()} is not the same there: it {why}"
@@ -215,15 +216,6 @@ def _shared(there: Mapping[str, _Host], shared: str | None, limit: float) -> Ite
     finally:
         for path in folder.glob(f"{mark}*"):
             path.unlink(missing_ok=True)
-
-
-def _arrives(path: Path) -> bool:
-    until = time.monotonic() + _PATIENCE
-    while not path.exists():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def _ports(there: Mapping[str, _Host], limit: float, reached: dict[tuple[str, str], bool]) -> Iterator[Finding]:
