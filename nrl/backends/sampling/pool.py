@@ -182,7 +182,7 @@ class EnginePool:
             self._tended.update(idle)
         for seat in idle:
             if self.capabilities.remote:
-                threading.Thread(target=self._work, args=(seat,), name=self._name, daemon=True).start()
+                self._cluster.thread(self._work, seat, name=self._name)
             else:
                 self._work(seat)
 

@@ -5,6 +5,8 @@ each of them. Everything above, from `nrl.shard_map` to a trainer, uses these tw
 """
 
 import itertools
+import threading
+import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -48,6 +50,8 @@ class Cluster(ABC):
     def __init__(self, name: str) -> None:
         self.name, self.open = name, True
         self._held: list[futures.Future[Any]] = []
+        self._threads: list[threading.Thread] = []
+        self._guard = threading.Lock()
 
     def hold(self, work: "futures.Future[Any]") -> None:
         """Keep processes alive until this has ended: it needs them, and its errors are told elsewhere."""
@@ -91,6 +95,28 @@ class Cluster(ABC):
     @abstractmethod
     def hosts(self, indices: Sequence[int]) -> tuple[str, ...]:
         """The host of each slot; `Slots.hosts` calls it."""
+
+    def thread(self, work: Callable[..., object], *args: Any, name: str) -> None:
+        """Let a daemon thread do what needs this cluster. On leaving it is waited for: `check_open` tells it to end.
+
+        Args:
+            work: what to do.
+            args: for it.
+            name: of the thread.
+        """
+        thread = threading.Thread(target=work, args=args, name=name, daemon=True)
+        with self._guard:
+            thread.start()
+            self._threads = [*(each for each in self._threads if each.is_alive()), thread]
+
+    def join(self, seconds: float) -> bool:
+        """Whether every `thread` has ended within so many seconds."""
+        until = time.monotonic() + seconds
+        while alive := [each for each in self._threads if each.is_alive()]:  # one may have started another
+            if (left := until - time.monotonic()) <= 0:
+                return False
+            alive[0].join(left)
+        return True
 
     @abstractmethod
     def are_gpus(self, indices: Sequence[int]) -> bool:

@@ -27,6 +27,8 @@ from nrl.runtime.ray.processes import RayProcesses, Seat
 __all__ = ["RayCluster"]
 
 _LAST_WORDS = 0.5  # seconds for the last lines of processes to get here
+_NOTICE = 120.0  # seconds for threads to notice that the cluster has been left
+_GLANCE = 1.0  # seconds between two looks whether it has been left
 
 
 @attrs.define(eq=False)
@@ -169,6 +171,7 @@ class RayCluster(Cluster):
         places = [Seat(node, self._addresses[node], self._hosts[node].ahead) for node in nodes]
         processes = RayProcesses(mesh, actors, places, self.deadline, helper, self._meshes if mesh.slots.gpus else ())
         self._meshes.append(processes)
+        self.check_open(f"mesh '{mesh.name}'")  # a thread may start it while the cluster is left
         return processes
 
     def _look(self, mesh: Mesh) -> None:
@@ -202,8 +205,16 @@ class RayCluster(Cluster):
         def told(seconds: float) -> str:
             return f"{what}; waiting for {which} on other nodes ({seconds:.0f} of {self.deadline:g} s); {stock()}"
 
+        def moved(seconds: float) -> bool:
+            until = time.monotonic() + seconds
+            while not group.wait(max(0.0, min(_GLANCE, until - time.monotonic()))):
+                self.check_open(f"mesh '{mesh.name}'")
+                if time.monotonic() >= until:
+                    return False
+            return True
+
         say(told(0.0))
-        if not wait_until(group.wait, self.deadline, told):
+        if not wait_until(moved, self.deadline, told):
             raise PlacementError(
                 f"{what}, and no other had room for them within {self.deadline:g} s; leave the cluster, and reserve "
                 f"fewer slots. {stock()}"
@@ -224,11 +235,20 @@ class RayCluster(Cluster):
         why = ClosedCluster(f"the cluster '{self.name}' has been left, and what it held is gone")
         if self._meshes:
             time.sleep(_LAST_WORDS)
-        for processes in self._meshes:
-            with contextlib.suppress(ray.exceptions.RayError):  # a cluster that is gone has ended them
-                processes.close(why)
+        self._end(why)
+        if not wait_until(self.join, _NOTICE, f"cluster '{self.name}': waiting for its threads ({{:.0f}} s)".format):
+            say(f"cluster '{self.name}': left with threads that go on; where one asks Ray now, this process may end")
+        self._end(why)  # what a thread had begun to start
         for group in self._groups:
             with contextlib.suppress(ray.exceptions.RayError):
                 remove_placement_group(group)
         if self._entered:
             leave()
+
+    def _end(self, why: ClosedCluster) -> None:
+        """End the processes of every mesh."""
+        import ray
+
+        while self._meshes:
+            with contextlib.suppress(ray.exceptions.RayError):  # a cluster that is gone has ended them
+                self._meshes.pop().close(why)

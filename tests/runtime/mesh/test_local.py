@@ -1,6 +1,7 @@
 """The local cluster: its slots and meshes, and what a function mapped over it does otherwise than on processes."""
 
 import socket
+import threading
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,22 @@ def test_a_cluster_that_has_been_left_lends_nothing() -> None:
         here.reserve(1)
     with pytest.raises(ClosedCluster, match="mesh: the cluster 'local' has been left"):
         slots.mesh()
+
+
+def test_threads_of_a_cluster_are_waited_for_and_those_that_they_start() -> None:
+    with cluster("local") as here:
+        first, second = threading.Event(), threading.Event()
+
+        def work() -> None:
+            first.wait()
+            here.thread(second.wait, name="second")
+
+        here.thread(work, name="first")
+        assert not here.join(0.01)
+        first.set()
+        assert not here.join(0.1)
+        second.set()
+        assert here.join(60)
 
 
 def test_a_cluster_is_left_on_an_error_too() -> None:

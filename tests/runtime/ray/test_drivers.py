@@ -93,6 +93,31 @@ def fails(address: str) -> None:
         raise ValueError("on the driver")
 
 
+def lags(address: str) -> None:
+    """A program that leaves the cluster while a thread of it still asks Ray."""
+    import ray
+
+    def late() -> None:
+        while cluster.open:
+            time.sleep(0.05)
+        time.sleep(2)
+        print(len(ray.nodes()), "node", flush=True)
+
+    with nrl.cluster(address, deadline=200) as cluster:
+        cluster.thread(late, name="late")
+    print("left", ray.is_initialized(), flush=True)
+
+
+def clings(address: str) -> None:
+    """A program whose thread does not notice that the cluster has been left."""
+    from nrl.runtime.ray import cluster as module
+
+    module._NOTICE = 0.1
+    with nrl.cluster(address, deadline=200) as cluster:
+        cluster.thread(time.sleep, 600, name="deaf")
+    print("left", flush=True)
+
+
 def _main(program: Callable[[str], None], address: str, mark: str, folder: str) -> None:
     for descriptor, name in ((1, "out"), (2, "err")):
         with (Path(folder) / name).open("a") as file:
@@ -157,6 +182,22 @@ def test_what_processes_write_is_said_once(tmp_path: Path) -> None:
     for rank in (0, 1):
         assert lines.count(f"(trainer[{rank}]) rank {rank}") == 2
     assert program.left() == {}
+
+
+def test_ray_is_left_when_threads_that_ask_it_have_ended(tmp_path: Path) -> None:
+    """It would be entered anew by one that asked later, or end the process."""
+    program = driver(lags, tmp_path)
+    program.process.join(100)
+    assert (program.process.exitcode, program.out()) == (0, "1 node\nleft False\n"), program.err()
+
+
+def test_a_thread_that_goes_on_is_said(tmp_path: Path) -> None:
+    program = driver(clings, tmp_path)
+    program.process.join(100)
+    assert (program.process.exitcode, program.out()) == (0, "left\n"), program.err()
+    assert program.err().splitlines() == [
+        "cluster 'ray': left with threads that go on; where one asks Ray now, this process may end"
+    ]
 
 
 @pytest.mark.parametrize(
