@@ -5,10 +5,10 @@
 
 A Ray cluster of several nodes on this machine: a head, and two nodes with three slots each. A trainer of two processes
 and a sampler of two engines run GRPO on the tiny model, with a checkpoint each five steps, under `nrl.retrying`. After
-step 12 one thing is killed; with ``spare`` a node joins as soon as the host is gone. A row says how many seconds the
-run stood still, how many steps were done again, how many engines there were at the end, and how long a step took.
-A node that is killed closes its connections; one that loses its power or its cable is noticed by Ray after 30 to 65
-seconds more.
+step 12 one thing is killed: of hosts that of the trainer, and with ``spare`` a node joins as soon as it is gone. A row
+says how many seconds the run stood still, how many steps were done again, how many engines there were at the end, and
+how long a step took. A node that is killed closes its connections; one that loses its power or its cable is noticed by
+Ray after 30 to 65 seconds more.
 """
 
 import argparse
@@ -31,7 +31,12 @@ __all__ = ["CASES", "healed", "main", "options", "trained"]
 
 EVERY, KILLED_AFTER, STEPS = 5, 12, 25
 CASES = ("engine", "rank", "host", "spare")
-"""What dies: an engine of the sampler, a rank of the trainer, a host; a host that another one replaces."""
+"""What dies: an engine of the sampler, a rank of the trainer, its host; its host, and another one replaces that."""
+
+type Kill = Callable[[Sequence[tuple[int, int]]], None]
+"""Kills what a case says. It gets the number of each process, the trainer's first, and that of its node."""
+
+_DIGITS = 15  # of a node's Ray id that are compared, in hexadecimal
 
 
 def options(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -47,6 +52,7 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def trained(address: str, out: str) -> None:
     """The program: it prints a line of JSON when it has its processes, and one for each step."""
+    import ray
     import torch
 
     import nrl
@@ -66,19 +72,18 @@ def trained(address: str, out: str) -> None:
     def say(**words: Any) -> None:
         print(json.dumps({"at": time.time(), **words}), flush=True)
 
+    def place(x: torch.Tensor) -> torch.Tensor:
+        node = ray.get_runtime_context().get_node_id()
+        return torch.tensor([[os.getpid(), int(node[:_DIGITS], 16)]]).expand(len(x), -1)
+
     def program(cfg: Config) -> None:
         with nrl.run(cfg) as run, nrl.cluster(address, deadline=300) as cluster:
             slots = cluster.reserve(4, least=3)
             trainer = fsdp.trainer(slots[:2], tiny.model(), adamw(lr=1e-3))
             sampler = hf.sampler(slots[2:], tiny.model(), Sampling(max_new_tokens=4))
-            pids = [
-                int(pid)
-                for mesh in (trainer.mesh, *sampler.meshes)
-                for pid in shard_map(lambda x: x + os.getpid(), mesh, P("dp"), P("dp"))(
-                    torch.zeros(mesh.size, dtype=torch.long)
-                ).result()
-            ]
-            say(pids=pids)
+            meshes = (trainer.mesh, *sampler.meshes)
+            places = [shard_map(place, mesh, P("dp"), P("dp"))(torch.zeros(mesh.size)).result() for mesh in meshes]
+            say(places=torch.cat(places).tolist())
             groups = nrl.rollouts(sampler, single_turn(digits), data.tasks("arithmetic"), n=4)
             step = trainer.train_step(grpo_loss)
             state, stream = run.restore(policy=trainer, stream=nrl.batched(groups, 4))
@@ -98,21 +103,28 @@ def digits(task: Any, trace: Any) -> float:
     return float(sum(character.isdigit() for character in trace.text))
 
 
-def healed(case: str, folder: Path, kill: Callable[[list[int]], None], address: str) -> dict[str, float]:
-    """Run the program, kill something after a step, and say what that cost."""
+def healed(case: str, folder: Path, kill: Kill, address: str) -> dict[str, float]:
+    """Run the program, kill something after a step, and say what that cost.
+
+    Args:
+        case: of `CASES`.
+        folder: for its run.
+        kill: what the case says.
+        address: of the Ray cluster.
+    """
     words = [sys.executable, "-m", "benchmarks.healing", "--program", address, str(folder / case)]
     log = (folder / f"{case}.log").open("w")
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=log, text=True) as running:
         assert running.stdout is not None
-        pids, steps, gone = list[int](), list[dict[str, Any]](), 0.0
+        places, steps, gone = list[tuple[int, int]](), list[dict[str, Any]](), 0.0
         for line in running.stdout:
             said = json.loads(line) if line.startswith("{") else {}
-            pids = said.get("pids", pids)
+            places = said.get("places", places)
             if "step" in said:
                 steps.append(said)
                 if said["step"] == KILLED_AFTER and not gone:
                     gone = time.time()
-                    kill(pids)
+                    kill(places)
         if running.wait() or not gone:
             raise RuntimeError(f"healing: '{case}' ended with {running.returncode}; see {log.name}")
     before = [each for each in steps if each["at"] <= gone]
@@ -137,16 +149,18 @@ def main(words: Sequence[str] | None = None) -> None:
         cluster = Cluster(initialize_head=True, connect=False, head_node_args={"num_cpus": 0})
         nodes = [cluster.add_node(num_cpus=3) for _ in range(2)]
 
-        def lose(replaced: bool) -> None:
-            cluster.remove_node(nodes.pop(), allow_graceful=False)
+        def lose(node: int, *, replaced: bool) -> None:
+            lost = next(each for each in nodes if int(each.node_id[:_DIGITS], 16) == node)
+            nodes.remove(lost)
+            cluster.remove_node(lost, allow_graceful=False)
             if replaced:
                 nodes.append(cluster.add_node(num_cpus=3))
 
-        kill: dict[str, Callable[[list[int]], None]] = {
-            "engine": lambda pids: os.kill(pids[-1], signal.SIGKILL),
-            "rank": lambda pids: os.kill(pids[0], signal.SIGKILL),
-            "host": lambda pids: lose(replaced=False),
-            "spare": lambda pids: lose(replaced=True),
+        kill: dict[str, Kill] = {
+            "engine": lambda places: os.kill(places[-1][0], signal.SIGKILL),
+            "rank": lambda places: os.kill(places[0][0], signal.SIGKILL),
+            "host": lambda places: lose(places[0][1], replaced=False),
+            "spare": lambda places: lose(places[0][1], replaced=True),
         }
         try:
             print(f"{'killed':8} {'seconds':>8} {'again':>6} {'engines':>8} {'a step':>7}")

@@ -7,13 +7,22 @@ import runpy
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from nrl.errors import ConfigError
 
 __all__ = ["main"]
 
 type _Do = Callable[[argparse.Namespace], object]
+
+
+class _Parser(argparse.ArgumentParser):
+    """Its errors show what there is to choose from: a line of usage says no more than COMMAND."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_help(sys.stderr)
+        self.exit(2, f"\n{self.prog}: error: {message}\n")
+
 
 _FILES = (".yaml", ".yml", ".toml")  # of settings
 
@@ -37,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     >>> main(["report", "/nowhere"])
     2
     """
-    parser = argparse.ArgumentParser(prog="nrl", description="A composable functional library for LLM post-training.")
+    parser = _Parser(prog="nrl", description="A composable functional library for LLM post-training.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser("report", help="write OUT/report.html, one page that shows the run or the evaluation")
     command.add_argument("out", metavar="OUT", help="its folder")

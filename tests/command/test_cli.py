@@ -40,6 +40,17 @@ def test_other_arguments_are_refused(arguments: list[str], capsys: pytest.Captur
     assert "usage: nrl" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("group", ["deploy", "gym", "venvs"])
+def test_a_command_that_needs_another_says_which_there_are(group: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([group])
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    for each in {"deploy": ("slurm", "kubernetes"), "gym": ("test", "run"), "venvs": ("build", "check")}[group]:
+        assert f"\n    {each}" in said
+    assert said.endswith(f"nrl {group}: error: the following arguments are required: COMMAND\n")
+
+
 def test_the_module_is_the_command(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "nrl", "report", str(tmp_path / "gone")], capture_output=True, text=True, timeout=120
