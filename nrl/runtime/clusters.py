@@ -18,9 +18,9 @@ _DEADLINE = 3600.0
 _RAY_SETTINGS = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # under `uv run` it would pack the working folder and choose interpreters
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # whoever waits for a call is told
-    # Ray's guesses about a worker that died: whoever waits for it gets an error that knows more
+    # Ray's guesses about a worker or a node that died, with its own logs: whoever waits gets an error that knows more
     "RAY_DEDUP_LOGS_SKIP_REGEX": r"^A worker died or was killed while executing a task|\(raylet\) worker\.cc:\d+: "
-    r"|^Traceback \(most recent call last\):\n  File \"python/ray/_raylet",
+    r"|^Raylet is terminated\.|^Traceback \(most recent call last\):\n  File \"python/ray/_raylet",
     # For a cluster that starts here. Ray's agents watch their node through pipes, and one may hold another's end open
     # for minutes. The children of a process that dies end with it
     "RAY_enable_pipe_based_agent_to_parent_health_check": "0",

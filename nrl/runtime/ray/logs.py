@@ -11,7 +11,6 @@ from typing import Any
 __all__ = ["Echo", "echo", "hushed"]
 
 _KNOWN = 10_000  # lines that are remembered
-_TRACE = re.compile(r"(\. Possible reasons include: .*?)?\.? Last \d+ lines of the Raylet logs:.*", re.DOTALL)
 _NAMELESS = "The hostname of the client socket cannot be retrieved"  # torch, of addresses that have no name
 _ACTOR = re.compile(r"(?P<mesh>.+)\[\d+\]")
 
@@ -39,8 +38,7 @@ class Echo:
         who = str(data.get("actor_name") or "")
         found = _ACTOR.fullmatch(who)
         if found is None:
-            said = [_TRACE.sub("", line) for line in data["lines"]]
-            self._other({**data, "lines": said} if said != data["lines"] else data)
+            self._other(data)
             return
         stream = sys.stderr if data["is_err"] else sys.stdout
         away = data.get("ip") != data.get("localhost")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nrl.errors import LostActor, MissingColumn
+from nrl.runtime.clusters import _RAY_SETTINGS
 from nrl.runtime.ray.actor import tail
 from nrl.runtime.ray.exceptions import Raised, carried
 from nrl.runtime.ray.logs import Echo
@@ -145,10 +146,6 @@ def test_a_line_is_said_as_often_as_the_rank_that_says_it_most(capsys: pytest.Ca
     say("sampler[0]", "step", ip="10.0.0.3")
     say("trainer[1]", "step", err=True)
     say("provide", "building")
-    traces = (
-        "Possible reasons include: (1) a\n (2) b. Last 20 lines of the Raylet logs:\n    [state-dump] \tRPC - 1 total"
-    )
-    say("", f"Raylet is terminated. Termination is unexpected. {traces}\n    [state-dump]\n")
     say("trainer[1]", "[W] [c10d] The hostname of the client socket cannot be retrieved. err=-3")
     out, err = capsys.readouterr()
     assert out.splitlines() == [
@@ -158,7 +155,22 @@ def test_a_line_is_said_as_often_as_the_rank_that_says_it_most(capsys: pytest.Ca
         "(sampler[0], 10.0.0.3) step",
     ]
     assert err == "(trainer[1]) step\n"
-    assert [data["lines"] for data in other] == [["building"], ["Raylet is terminated. Termination is unexpected"]]
+    assert [data["lines"] for data in other] == [["building"]]
+
+
+def test_what_ray_guesses_of_what_died_is_not_shown_and_what_programs_say_is() -> None:
+    from ray._private.ray_logging import LogDeduplicator
+
+    theirs = [
+        "A worker died or was killed while executing a task by an unexpected system error. To troubleshoot ...",
+        "(raylet) worker.cc:123: A worker died",
+        'Traceback (most recent call last):\n  File "python/ray/_raylet.pyx", line 1, in ray._raylet.task_execution',
+        "Raylet is terminated. Termination is unexpected. Possible reasons include: ... Last 20 lines of the Raylet",
+    ]
+    shown = ['Traceback (most recent call last):\n  File "train.py", line 3, in <module>', "a worker died, he said"]
+    filtered = LogDeduplicator(5, None, _RAY_SETTINGS["RAY_DEDUP_LOGS_SKIP_REGEX"])
+    (batch,) = filtered.deduplicate({"ip": "10.0.0.1", "pid": "raylet", "lines": [*theirs, *shown]})
+    assert batch["lines"] == shown
 
 
 def test_the_last_lines_of_logs_are_those_that_a_process_wrote(tmp_path: Path) -> None:
