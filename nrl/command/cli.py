@@ -15,6 +15,8 @@ __all__ = ["main"]
 
 type _Do = Callable[[argparse.Namespace], object]
 
+_FILES = (".yaml", ".yml", ".toml")  # of settings
+
 
 class _Parser(argparse.ArgumentParser):
     """Its errors show what there is to choose from: a line of usage says no more than COMMAND."""
@@ -22,9 +24,6 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.print_help(sys.stderr)
         self.exit(2, f"\n{self.prog}: error: {message}\n")
-
-
-_FILES = (".yaml", ".yml", ".toml")  # of settings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
