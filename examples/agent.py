@@ -86,7 +86,7 @@ def main(cfg: Config) -> None:
     """GRPO, over conversations that an agent leads."""
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
         tasks = data.tasks(cfg.data or sums(cfg.seed), seed=cfg.seed, chat=False)
-        slots, make = cluster.reserve(cfg.layout.slots + cfg.samplers), TRAINERS[cfg.trainer]
+        slots, make = cluster.reserve(cfg.layout.slots + cfg.samplers, least=cfg.layout.slots), TRAINERS[cfg.trainer]
         words = tiny.bpe([json.dumps(SCHEMA), TOLD, tiny.CHATML])
         model = tiny.model_or(cfg.model, tokenizer=words, trust_remote_code=cfg.trust_remote_code)
         trainer = make(slots[: cfg.layout.slots], model, cfg.optimizer, layout=cfg.layout)

@@ -54,7 +54,7 @@ def main(cfg: Config) -> None:
         raise ConfigError(f"distill: model={cfg.model} needs teacher=, a larger model with its tokenizer")
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
         envs = nrl.environments(cfg.env, cfg.data, format=cfg.format, chat=cfg.chat)
-        slots, make = cluster.reserve(cfg.layout.slots + cfg.samplers), TRAINERS[cfg.trainer]
+        slots, make = cluster.reserve(cfg.layout.slots + cfg.samplers, least=cfg.layout.slots), TRAINERS[cfg.trainer]
         given = {"dtype": cfg.dtype, "trust_remote_code": cfg.trust_remote_code}
         model = tiny.model_or(cfg.model, **given)
         larger = tiny.model_or(cfg.teacher, num_hidden_layers=4, **given)

@@ -77,7 +77,7 @@ def evaluate(cfg: Config, envs: Environments, sampler: Sampler, i: int) -> nrl.r
 def main(cfg: Config) -> None:
     """The whole of GRPO."""
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
-        n, slots = cfg.layout.slots, cluster.reserve(cfg.layout.slots + cfg.samplers + cfg.verifiers)
+        slots = cluster.reserve((n := cfg.layout.slots) + cfg.samplers + cfg.verifiers, least=n)
         envs = nrl.environments(cfg.env, cfg.data, place=slots[n + cfg.samplers :], format=cfg.format, chat=cfg.chat)
         model = tiny.model_or(cfg.model, dtype=cfg.dtype, lora=cfg.lora, trust_remote_code=cfg.trust_remote_code)
         make, options = TRAINERS[cfg.trainer], {"max_tokens": cfg.max_tokens, "checkpointing": cfg.checkpointing}

@@ -76,7 +76,7 @@ def main(cfg: Config) -> None:
     """GRPO, over episodes of several turns."""
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
         asked = partial(data.tasks, cfg.data or [{"prompt": QUESTION if cfg.chat else BRIEFLY}], chat=cfg.chat)
-        slots, make = cluster.reserve(cfg.layout.slots + cfg.samplers), TRAINERS[cfg.trainer]
+        slots, make = cluster.reserve(cfg.layout.slots + cfg.samplers, least=cfg.layout.slots), TRAINERS[cfg.trainer]
         model = tiny.model_or(cfg.model, dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
         trainer = make(slots[: cfg.layout.slots], model, cfg.optimizer, layout=cfg.layout, max_tokens=cfg.max_tokens)
         sampler = SAMPLERS[cfg.sampler](slots[cfg.layout.slots :] or slots, model, cfg.sampling, **cfg.engine)

@@ -48,7 +48,7 @@ def main(cfg: Config) -> None:
     """GRPO, over a mixture."""
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
         envs = nrl.environments(cfg.env, cfg.data, chat=cfg.chat)
-        slots, make = cluster.reserve(cfg.layout.slots + cfg.samplers), TRAINERS[cfg.trainer]
+        slots, make = cluster.reserve(cfg.layout.slots + cfg.samplers, least=cfg.layout.slots), TRAINERS[cfg.trainer]
         model = tiny.model_or(cfg.model, dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
         trainer = make(slots[: cfg.layout.slots], model, cfg.optimizer, layout=cfg.layout, max_tokens=cfg.max_tokens)
         sampler = SAMPLERS[cfg.sampler](slots[cfg.layout.slots :] or slots, model, cfg.sampling, **cfg.engine)

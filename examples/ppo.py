@@ -55,7 +55,7 @@ def main(cfg: Config) -> None:
     """The whole of PPO."""
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
         envs = nrl.environments(cfg.env, cfg.data, format=cfg.format, chat=cfg.chat)
-        slots, make = cluster.reserve(cfg.layout.slots + cfg.samplers), TRAINERS[cfg.trainer]
+        slots, make = cluster.reserve(cfg.layout.slots + cfg.samplers, least=cfg.layout.slots), TRAINERS[cfg.trainer]
         model = tiny.model_or(cfg.model, dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
         judge = attrs.evolve(model, source=cfg.critic or model.source, head="value")
         actor = make(slots[: cfg.layout.slots], model, cfg.optimizer, layout=cfg.layout, max_tokens=cfg.max_tokens)

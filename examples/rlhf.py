@@ -57,7 +57,7 @@ def main(cfg: Config) -> None:
         raise ConfigError(f"rlhf: a reward model verifies, so it takes no env={cfg.env}; examples/grpo.py does")
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
         tasks = data.tasks(cfg.data, seed=cfg.seed, format=cfg.format, chat=cfg.chat)
-        slots, make = cluster.reserve(cfg.layout.slots + cfg.samplers), TRAINERS[cfg.trainer]
+        slots, make = cluster.reserve(cfg.layout.slots + cfg.samplers, least=cfg.layout.slots), TRAINERS[cfg.trainer]
         model = tiny.model_or(cfg.model, dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
         judge = tiny.model_or(cfg.reward, head="reward", dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
         trainer = make(slots[: cfg.layout.slots], model, cfg.optimizer, layout=cfg.layout, max_tokens=cfg.max_tokens)

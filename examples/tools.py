@@ -76,7 +76,7 @@ def main(cfg: Config) -> None:
     """GRPO, over conversations with a tool."""
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
         tasks = data.tasks(cfg.data or sums(cfg.seed), seed=cfg.seed, format=cfg.format)
-        slots, make = cluster.reserve(cfg.layout.slots + cfg.samplers), TRAINERS[cfg.trainer]
+        slots, make = cluster.reserve(cfg.layout.slots + cfg.samplers, least=cfg.layout.slots), TRAINERS[cfg.trainer]
         words = tiny.bpe([str(CALCULATOR.schema).replace("'", '"'), tiny.CHATML])
         model = tiny.model_or(cfg.model, tokenizer=words, dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
         trainer = make(slots[: cfg.layout.slots], model, cfg.optimizer, layout=cfg.layout, max_tokens=cfg.max_tokens)

@@ -22,6 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "runtime.node",
         "runtime.ports",
         "runtime.preemption",
+        "runtime.restarts",
         "runtime.segments",
         "runtime.threads",
         "runtime.trace",
@@ -84,6 +85,7 @@ LIGHT = (
         "nrl.runtime.node",
         "nrl.runtime.ports",
         "nrl.runtime.preemption",
+        "nrl.runtime.restarts",
         "nrl.runtime.threads",
     ),
 )

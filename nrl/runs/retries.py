@@ -4,12 +4,14 @@ import functools
 import gc
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 
 from nrl import checkpoint
 from nrl.errors import FailedStart, LostActor
 from nrl.runs.folder import Folders, dead_end, reusing
 from nrl.runtime.preemption import ending
+from nrl.runtime.restarts import beginning_again
 
 __all__ = ["retrying"]
 
@@ -21,7 +23,8 @@ def retrying[C, T](main: Callable[[C], T], times: int = 3, *, pause: float = 1.0
 
     `nrl.errors.LostActor` leaves the ``with`` blocks of the program, which end its meshes. Then ``main`` is called
     again, with the same configuration. Its `nrl.run` enters the same folder, even if ``out`` is None, so `Run.restore`
-    finds the newest checkpoint, and the metrics are those of a run that lost nothing.
+    finds the newest checkpoint, and the metrics are those of a run that lost nothing. Its ``cluster.reserve(...,
+    least=)`` may return fewer slots than before, where a host is gone.
 
     The error may come wrapped: as the ``__cause__`` of another (``raise ... from``), or in an `ExceptionGroup` of such
     errors alone. All other errors, and Ctrl-C, end the program as without this. So does SIGTERM: a process lost after
@@ -72,7 +75,7 @@ def retrying[C, T](main: Callable[[C], T], times: int = 3, *, pause: float = 1.0
         folders, reached, attempt, failures = Folders(), dict[Path, int](), 1, 0
         while True:
             try:
-                with reusing(folders), ending():
+                with reusing(folders), ending(), beginning_again() if attempt > 1 else nullcontext():
                     return main(cfg)
             except Exception as error:
                 lost = _lost(error)

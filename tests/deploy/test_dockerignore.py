@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-IGNORED = [
+LINES = [
     line
     for line in (Path(__file__).parents[2] / ".dockerignore").read_text().splitlines()
     if line and not line.startswith("#")
@@ -19,12 +19,35 @@ def matches(pattern: str, path: str) -> bool:
     return re.fullmatch(f"{made}(/.*)?", path) is not None
 
 
-@pytest.mark.parametrize("name", [".env", ".env.local", ".netrc", "key.pem"])
+def ignored(path: str) -> bool:
+    """What the last line that matches says; ``!`` takes a file back in."""
+    found = [line for line in LINES if matches(line.removeprefix("!"), path)]
+    return bool(found) and not found[-1].startswith("!")
+
+
+@pytest.mark.parametrize("name", [".env", ".env.local", ".netrc", ".git-credentials", "key.pem", "tls.key", ".aws/x"])
 @pytest.mark.parametrize("folder", ["", "examples/", "nrl/command/"])
 def test_secrets_stay_outside(folder: str, name: str) -> None:
-    assert any(matches(each, f"{folder}{name}") for each in IGNORED)
+    assert ignored(f"{folder}{name}")
 
 
-@pytest.mark.parametrize("path", ["nrl/environment.py", "nrl/envs/gym/__init__.py", "pyproject.toml", "uv.lock"])
+@pytest.mark.parametrize(
+    "path", ["id_rsa", "uv.toml", "wandb/run/x", "grpo.sbatch", "runs/grpo/config.yaml", "tests/x"]
+)
+def test_what_lies_beside_the_sources_stays_outside(path: str) -> None:
+    assert ignored(path)
+
+
+@pytest.mark.parametrize(
+    "path", ["nrl/environment.py", "nrl/envs/gym/__init__.py", "pyproject.toml", "uv.lock", "deploy/environments"]
+)
 def test_what_an_image_needs_is_there(path: str) -> None:
-    assert not any(matches(each, path) for each in IGNORED)
+    assert not ignored(path)
+
+
+def test_all_that_the_dockerfile_names_is_there() -> None:
+    text = (Path(__file__).parents[2] / "deploy" / "Dockerfile").read_text()
+    named = [word for line in re.findall(r"^COPY (?!--from).*", text, re.MULTILINE) for word in line.split()[1:-1]]
+    sources = [word for word in named if not word.startswith("--") and word != "."]
+    assert len(sources) > 5
+    assert not [each for each in sources if ignored(each.replace("*", "x"))]

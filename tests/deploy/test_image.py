@@ -107,6 +107,8 @@ def image(buildah: Buildah, python_image: str, tmp_path_factory: pytest.TempPath
     for name in SECRETS:
         for folder in (context, context / "nrl" / "command"):
             (folder / name).write_text(CANARY)
+    for name in ("id_rsa", "notes.txt"):  # which nothing names
+        (context / name).write_text(CANARY)
     secret = context.parent / "uv.toml"
     secret.write_text(f"# {CANARY}\nsystem-certs = true\n")
     pip = context.parent / "pip.conf"

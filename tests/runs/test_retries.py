@@ -19,6 +19,7 @@ from nrl.backends import adamw, fsdp, load_tokenizer
 from nrl.checkpoint import Checkpoints
 from nrl.errors import ClosedCluster, ConfigError, LostActor
 from nrl.reduce import Sum
+from nrl.runtime.restarts import begun_again
 from nrl.stream import counting
 from tests.jsonlines import untimed
 from tests.weights import assert_equal
@@ -358,3 +359,16 @@ def test_what_was_lost_is_said_with_its_last_lines(slept: list[float], capsys: p
     assert what.startswith("retrying: generate: rank 1 of mesh 'trainer' on node 10.0.0.3 is lost: killed by signal 9.")
     assert lines == ["    loading", "    out of memory"]
     assert again.startswith("retrying: attempt 2 begins in 1 s, from the beginning; retry 1 of 3")
+
+
+def test_a_program_that_begins_again_may_do_with_less(tmp_path: Path) -> None:
+    again: list[bool] = []
+
+    def main(cfg: Config) -> None:
+        again.append(begun_again())
+        if len(again) < 3:
+            raise gone()
+
+    nrl.retrying(main, pause=0)(Config(out=str(tmp_path)))
+    assert again == [False, True, True]
+    assert not begun_again()

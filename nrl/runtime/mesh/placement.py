@@ -83,8 +83,9 @@ class Cluster(ABC):
                 ``local``, stands for all hosts.
             kind: ``"gpu"``: a GPU and a CPU each, also if they have yet to join; ``"cpu"``: a CPU each; None: GPUs if
                 the cluster has any by the time that the slots are there, else CPUs.
-            least: take fewer slots, but so many, where ``n`` are not to be had within a minute, as after a host was
-                lost; None: all or none.
+            least: so many will do after a loss. A mesh whose host is gone waits a minute for another place, instead of
+                the cluster's deadline; and where `nrl.retrying` then begins again and ``n`` are not to be had within a
+                minute, there are fewer. A first start waits for all. None: all or none.
             deadline: seconds to wait for the slots; None: the cluster's.
 
         Raises:

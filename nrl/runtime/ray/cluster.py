@@ -19,7 +19,7 @@ from nrl.runtime.mesh.submitting import SIDE_BY_SIDE
 from nrl.runtime.ports import NRL_PORTS, ports
 from nrl.runtime.ray.actor import Actor, split
 from nrl.runtime.ray.connection import enter, leave, stock, target
-from nrl.runtime.ray.groups import Wanted, nodes_of, reserved
+from nrl.runtime.ray.groups import PATIENCE, Wanted, nodes_of, reserved
 from nrl.runtime.ray.hosts import Host, looked_at, say_if_uneven
 from nrl.runtime.ray.nodes import by_value, command, interpreters
 from nrl.runtime.ray.processes import RayProcesses, Seat
@@ -39,6 +39,7 @@ class _Slot:
     place: int
     wanted: Wanted
     node: str
+    patience: float  # seconds to wait for another node, where this one is lost
 
 
 class RayCluster(Cluster):
@@ -99,7 +100,8 @@ class RayCluster(Cluster):
         places = sorted(
             range(wanted.n), key=lambda place: order.index(nodes[place])
         )  # slots of a host follow one another
-        self._slots += [_Slot(group, place, wanted, str(nodes[place])) for place in places]
+        patience = self.deadline if least is None else min(PATIENCE, self.deadline)
+        self._slots += [_Slot(group, place, wanted, str(nodes[place]), patience) for place in places]
         self._learn_addresses()
         return Slots(self, tuple(range(first, first + wanted.n)))
 
@@ -200,10 +202,11 @@ class RayCluster(Cluster):
                 f"{what}, and slots that were reserved with per_host= stay where they are; leave the cluster, and "
                 f"reserve again what is left. {stock()}"
             )
+        limit = min(slot.patience for slot in self._slots if slot.group is group)
         which = f"a place for slots {', '.join(map(str, lost))}" if lost else "their new places"
 
         def told(seconds: float) -> str:
-            return f"{what}; waiting for {which} on other nodes ({seconds:.0f} of {self.deadline:g} s); {stock()}"
+            return f"{what}; waiting for {which} on other nodes ({seconds:.0f} of {limit:g} s); {stock()}"
 
         def moved(seconds: float) -> bool:
             until = time.monotonic() + seconds
@@ -214,10 +217,10 @@ class RayCluster(Cluster):
             return True
 
         say(told(0.0))
-        if not wait_until(moved, self.deadline, told):
+        if not wait_until(moved, limit, told):
             raise PlacementError(
-                f"{what}, and no other had room for them within {self.deadline:g} s; leave the cluster, and reserve "
-                f"fewer slots. {stock()}"
+                f"{what}, and no other had room for them within {limit:g} s; leave the cluster, and reserve fewer "
+                f"slots. {stock()}"
             )
 
     def finish(self) -> None:

@@ -10,10 +10,14 @@ from nrl.errors import PlacementError
 from nrl.log.waits import say, wait_until
 from nrl.runtime.mesh.placement import Kind, Strategy
 from nrl.runtime.ray.connection import stock
+from nrl.runtime.restarts import begun_again
 
-__all__ = ["Wanted", "nodes_of", "reserved"]
+__all__ = ["PATIENCE", "Wanted", "nodes_of", "reserved"]
 
-_ALL, _SOME = 60.0, 20.0  # seconds for all slots, where fewer will do; and for those
+PATIENCE = 60.0
+"""Seconds for all slots, where fewer will do."""
+
+_SOME = 20.0  # for those
 _LOOK = 5.0  # seconds between two looks at what has joined the cluster
 _MOMENT = 30.0  # seconds in which slots on chosen hosts are there, unless another program has taken them
 
@@ -92,6 +96,7 @@ def reserved(
     """
     began = time.monotonic()
     until, count = began + limit, n
+    least = least if begun_again() else None
     while True:
         wanted = Wanted(count, strategy, per_host, kind == "gpu" or (kind is None and _gpus()))
         if not fits(wanted):
@@ -103,8 +108,8 @@ def reserved(
         def changed(gpu: bool = wanted.gpu) -> bool:
             return kind is None and not gpu and _gpus()
 
-        left = until - time.monotonic()
-        group = _granted(wanted, changed, max(0.0, left if least is None else min(left, _ALL if count == n else _SOME)))
+        left = max(0.0, until - time.monotonic())
+        group = _granted(wanted, changed, left if least is None else min(left, PATIENCE if count == n else _SOME))
         if group is not None:
             return wanted, group
         if not changed():
