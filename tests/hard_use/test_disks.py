@@ -148,7 +148,7 @@ def test_a_node_without_the_disk_of_the_run(tmp_path: Path, monkeypatch: pytest.
         written, restored, saved, steps, raw, left, halved, step, exports = run_on(
             address, tries_everything, shared, private
         )
-    assert written == ["00001-of-00002.safetensors", "00002-of-00002.safetensors"]
+    assert written == ["00001-of-00002.safetensors", "00002-of-00002.safetensors", "model"]
     for who, message in (("run.restore", restored), ("run.save", saved), ("save", raw)):
         assert message.startswith(f"{who}: {private}")
         assert f", on host {FAR}, has " in message
