@@ -12,7 +12,7 @@ from nrl import config
 from nrl.command.planning import Planning
 from nrl.errors import ConfigError
 
-__all__ = ["of_program"]
+__all__ = ["declared", "of_program"]
 
 _SAME = ("dtype", "trainer", "layout", "max_tokens", "checkpointing", "offload", "optimizer")
 """Fields that mean the same in programs and in plans."""
@@ -36,7 +36,12 @@ def of_program(file: str, settings: Sequence[str]) -> tuple[Planning, frozenset[
         ConfigError: it has no such class; a setting is wrong; or values of the plan cannot be known from it, which are
             named.
     """
-    cls = _declared(file)
+    try:
+        cls = declared(file)
+    except OSError as error:
+        raise ConfigError(f"plan: {file} cannot be read: {error}") from error
+    if cls is None:
+        raise ConfigError(f"plan: {file} declares no attrs class named Config, which says what a program is given")
     known = {field.alias for field in attrs.fields(cls)}
     own, more = list[str](), list[str]()
     for each in settings:
@@ -81,18 +86,26 @@ _UNKNOWN = {
 """What a plan needs of a program, and has no default for."""
 
 
-def _declared(file: str) -> type:
+def declared(file: str) -> type | None:
+    """The attrs class ``Config`` that a program's module declares; None: it declares none.
+
+    Its module is run as one that is imported: what stands under ``if __name__ == "__main__"`` is not.
+    Its errors are not caught.
+
+    Args:
+        file: the program.
+    """
     here = str(Path(file).resolve().parent)
     sys.path.insert(0, here)
     try:
-        found = runpy.run_path(file, run_name="nrl_plan").get("Config")
-    except OSError as error:
-        raise ConfigError(f"plan: {file} cannot be read: {error}") from error
+        names = runpy.run_path(file, run_name="nrl_plan")
     finally:
         sys.path.remove(here)
-    if not isinstance(found, type) or not attrs.has(found):
-        raise ConfigError(f"plan: {file} declares no attrs class named Config, which says what a program is given")
-    return found
+    for each in names.values():  # the types of its fields may be texts, whose module is gone later
+        if isinstance(each, type) and each.__module__ == "nrl_plan" and attrs.has(each):
+            attrs.resolve_types(each, names)
+    found = names.get("Config")
+    return found if isinstance(found, type) and attrs.has(found) else None
 
 
 def _read(program: Any) -> dict[str, Any]:

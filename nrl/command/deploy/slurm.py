@@ -4,7 +4,6 @@ import os
 import re
 import shlex
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,10 +19,10 @@ from nrl.command.deploy.checks import (
     program_arguments,
     with_grace,
 )
+from nrl.command.deploy.programs import check_files, check_fits, load, settings_in_files, to_build
 from nrl.command.deploy.writing import filled, write
-from nrl.config._yaml import Problems
-from nrl.config.layers import read
 from nrl.errors import ConfigError
+from nrl.runtime.executables.registry import EXECUTABLES
 
 __all__ = ["Slurm", "main", "script"]
 
@@ -55,15 +54,8 @@ _interface = matches(r"[\w.-]+", "the name of a network interface, such as ib0")
 
 def _needed(cfg: "Slurm") -> tuple[str, ...]:
     """The executables that the program's files of settings, and then its settings, ask for."""
-    said, pairs = dict[str, Any](), dict[str, Any]()
-    for each in cfg.arguments:
-        key, equals, value = each.removeprefix("config=").partition("=")
-        if equals:
-            pairs[key] = value
-        else:
-            with suppress(OSError, ValueError, Problems):  # the program itself says what is wrong with a file
-                said |= read(Path(_folder(cfg)) / Path(key).expanduser())
-    said |= pairs
+    pairs = dict(each.split("=", 1) for each in cfg.arguments if "=" in each)
+    said = settings_in_files(cfg.arguments, _folder(cfg)) | pairs
     return ("base", *(name for (key, value), name in _NEEDED.items() if said.get(key) == value))
 
 
@@ -105,6 +97,7 @@ class Slurm:
         help="to build first, by default those of the program's trainer= and sampler=; []: none",
         validator=_executable,
     )
+    check: bool = True  # load what the job gives the program into its Config here, if it has one
     doctor: bool = False  # ask `nrl doctor` of all nodes before the program; where something fails the job ends
     venvs: str | None = None  # NRL_VENV_DIR; best on a disk of the node; none: in the user's cache
     setup: str | None = None  # a file of bash that is sourced first, such as one of `module load`
@@ -145,8 +138,14 @@ def script(cfg: Slurm) -> str:
         raise ConfigError(f"{_COMMAND}: found at_once={cfg.at_once} without seeds=, which makes several jobs")
     if cfg.gpu_type and not cfg.gpus:
         raise ConfigError(f"{_COMMAND}: found gpu_type={cfg.gpu_type} and gpus=0; give gpus=, the number in a node")
+    setup, known = _setup(cfg), frozenset(EXECUTABLES)
+    loaded = _checked(cfg, arguments)
     values: dict[str, Any] = attrs.asdict(cfg) | {
         "folder": _folder(cfg),
+        "setup": setup,
+        "builds": to_build(
+            cfg.executables, cfg.program, _folder(cfg), known=known, imported=loaded is not None, command=_COMMAND
+        ),
         "logs": _logs(cfg),
         "chosen": [(each, value) for each in _CHOSEN if (value := getattr(cfg, each)) is not None],
         "options": [_quoted(each) for each in cfg.options],
@@ -161,17 +160,44 @@ def script(cfg: Slurm) -> str:
     return filled("slurm.sbatch.jinja", values)
 
 
+def _checked(cfg: Slurm, arguments: tuple[str, ...]) -> Any | None:
+    """The program's configuration, from what the job will give it; None: nobody has looked."""
+    folder = _folder(cfg)
+    if cfg.container is None:
+        if not (Path(folder) / cfg.program).is_file():
+            raise ConfigError(f"{_COMMAND}: found no file program={cfg.program} in {folder}; folder= says where it is")
+        check_files(arguments, folder, _COMMAND)
+    if not cfg.check:
+        return None
+    given = len(program_arguments(cfg.arguments, _COMMAND))
+    seeded = ("seed=0", f"out={_out(cfg)}/seed-0") if cfg.seeds else (f"out={_out(cfg)}",)
+    added = (*arguments[given:], "cluster=auto", *seeded)
+    found = load(cfg.program, arguments[:given], added, folder, _COMMAND)
+    check_fits(found, cfg.nodes, cfg.gpus, _COMMAND)
+    return found
+
+
 def _program(cfg: Slurm, arguments: tuple[str, ...]) -> str:
     """The words after ``python``, quoted."""
-    if cfg.container is None and not (Path(_folder(cfg)) / cfg.program).is_file():
-        raise ConfigError(
-            f"{_COMMAND}: found no file program={cfg.program} in {_folder(cfg)}; folder= says where it is"
-        )
-    out = shlex.quote(os.path.expanduser(cfg.out))  # noqa: PTH111 - a Path would drop what follows //
+    out = shlex.quote(_out(cfg))
     words = [shlex.quote(each) for each in (cfg.program, *arguments, "cluster=auto")]
     if cfg.seeds:
         return " ".join([*words, 'seed="$SLURM_ARRAY_TASK_ID"', f'out={out}/seed-"$SLURM_ARRAY_TASK_ID"'])
     return " ".join([*words, f"out={out}"])
+
+
+def _out(cfg: Slurm) -> str:
+    return os.path.expanduser(cfg.out)  # noqa: PTH111 - a Path would drop what follows //
+
+
+def _setup(cfg: Slurm) -> str | None:
+    """Absolute, since the script begins where somebody submits."""
+    if cfg.setup is None:
+        return None
+    path = Path(cfg.setup).expanduser().absolute()
+    if not path.is_file():
+        raise ConfigError(f"{_COMMAND}: found no file setup={path}; give one that the first node has, too")
+    return str(path)
 
 
 def _check_times(cfg: Slurm) -> None:
@@ -190,7 +216,7 @@ def _mounts(cfg: Slurm) -> tuple[str, ...]:
         raise ConfigError(f"{_COMMAND}: container={cfg.container} needs image=")
     mounts = tuple(dict.fromkeys((_folder(cfg), *cfg.mounts)))
     seen = [each.split(":")[1] if ":" in each else each for each in mounts]
-    for name, path in (("out", os.path.expanduser(cfg.out)), ("logs", _logs(cfg))):  # noqa: PTH111
+    for name, path in (("out", _out(cfg)), ("logs", _logs(cfg))):
         if path.startswith("/") and not any(Path(path).is_relative_to(each) for each in seen):
             raise ConfigError(
                 f"{_COMMAND}: {name}={path} is in none of the container's mounts, {', '.join(seen)}; add mounts="
