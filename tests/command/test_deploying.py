@@ -428,6 +428,16 @@ CONTRADICTIONS = {
     ("container=pyxis", "image=i", "out=/data/run"): "out=/data/run is in none of the container's mounts, ",
     ("container=pyxis", "image=i", "mounts=[/data:/d:ro]", "out=/data/run"): ", /d; add mounts=",
     ("folder=/nowhere",): "found no file program=train.py in /nowhere; folder= says where it is",
+    ("options=[--time=1]",): "found --time=1 among options=, and the script has --time of its own; give time= instead",
+    ("options=[--nodes=3]",): "the script has --nodes of its own; give nodes= instead",
+    ("options=[--hold, --signal=B:TERM@5]",): "the script has --signal of its own; give grace= instead",
+    ("options=[--sig=B:TERM@5]",): "found --sig=B:TERM@5 among options=, and the script has --signal of its own",
+    ("options=[--no-requeue]",): "the script has --no-requeue of its own; edit the script where you want another",
+    ("options=[--exclusive=user]",): "the script has --exclusive of its own; give cpus= of the job's own instead",
+    ("options=['--gres=gpu:8']",): "found GPUs in options=, of which Ray would not know; give gpus= and gpu_type=",
+    ("env.RAY_ADDRESS=a:1",): "found RAY_ADDRESS among the variables, which the files set themselves; leave it out",
+    ("env.NRL_VENV_DIR=/v",): "found NRL_VENV_DIR among the variables, which the files set themselves; give venvs= ins",
+    ("env.SLURM_JOB_ID=7",): "found SLURM_JOB_ID among the variables",
     ('setup="/nowhere.sh"',): "found no file setup=/nowhere.sh; give one that the first node has, too",
     ("arguments=[nowhere.yaml]",): "deploy slurm: found no file nowhere.yaml in /",
     ("arguments=[config=nowhere.toml]",): "deploy slurm: found no file nowhere.toml in /",
@@ -457,6 +467,24 @@ def test_settings_that_contradict_each_other_are_refused(program: Path, settings
              for each in settings]  # fmt: skip
     with pytest.raises(ConfigError, match=re.escape(CONTRADICTIONS[settings])):
         deployed(program, *plain)
+
+
+def test_no_option_and_no_variable_of_the_script_can_be_given_twice(program: Path) -> None:
+    every = [each for name, (settings, _) in OPTIONS.items() if name not in {"image", "mounts", "container"}
+             for each in settings if not name.startswith(("env", "options", "cpus"))]  # fmt: skip
+    text = deployed(program, *every) + deployed(program, "cpus=2")
+    for option in sorted(set(re.findall(r"^#SBATCH --([a-z-]+)", text, re.MULTILINE)) - {"exclusive"}):
+        with pytest.raises(ConfigError, match=f"among options=, and the script has --{option} of its own"):
+            deployed(program, f"options=[--{option}=1]")
+    exports = re.findall(r"^export (.*)$", text, re.MULTILINE)
+    names = {name for each in exports for name in re.findall(r"(?:^| )(\w+)=", each)}
+    names |= {*re.findall(r"^(\w+)=", text, re.MULTILINE), *re.findall(r"\$\{?(SLURMD?_\w+)", text)}
+    assert len(names) > 20
+    for name in sorted(names):
+        with pytest.raises(ConfigError, match=f"found {name} among the variables"):
+            deployed(program, f"env={{{name}: x}}")
+    assert "#SBATCH --exclusive=user\n" in deployed(program, "cpus=2", "options=[--exclusive=user]")
+    assert "#SBATCH --gres=lscratch:9\n" in deployed(program, "options=['--gres=lscratch:9']")
 
 
 def test_a_file_that_differs_stays(program: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -292,6 +292,9 @@ REFUSED = {
     "out=/shared": "deploy kubernetes: out=/shared is not in mount=/shared",
     "storage_class=nfs": "found storage_class=nfs without storage=, the size of a new volume",
     "env={API_TOKEN: abc}": "API_TOKEN looks like a secret, which a file must not hold; give secrets.VARIABLE=",
+    "env={RAY_JOB_STOP_WAIT_TIME_S: '3'}": "found RAY_JOB_STOP_WAIT_TIME_S among the variables, which the files set "
+    "themselves; give grace= instead",
+    "secrets={RAY_AUTH_TOKEN: ray/token}": "found RAY_AUTH_TOKEN among the variables, which the files set themselves; ",
     "arguments=[cluster=local]": "deploy kubernetes: found cluster=local after `--`; the program joins the cluster",
     "folder=/a\x01b": "deploy kubernetes: folder has a character that cannot be printed; found",
 }
@@ -301,6 +304,26 @@ REFUSED = {
 def test_what_kubernetes_would_refuse_is_refused(setting: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(REFUSED[setting])):
         written(setting)
+
+
+def test_no_variable_of_a_pod_can_be_given_twice() -> None:
+    found = written()
+    names = [each["name"] for pod in pods(found) for each in pod["containers"][0]["env"]]
+    for name in {*names, *re.findall(r"^([A-Z]\w+)=", found["scripts.yaml"]["data"]["start.sh"], re.MULTILINE)}:
+        with pytest.raises(ConfigError, match=f"found {name} among the variables"):
+            written(f"env={{{name}: x}}")
+    with pytest.raises(ConfigError, match=r"found A among the variables.*; give one of env\. and secrets\. instead"):
+        written("env.A=x", "secrets.A=b/c")
+
+
+def test_it_says_which_claim_has_to_be_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["deploy", "kubernetes", "train.py", "image=i:1", f"to={tmp_path}"]
+    for settings, claim in ([], "train-shared"), (["claim=lustre"], "lustre"):
+        assert main([*given, *settings, "force=true"]) == 0
+        said = (
+            f"\nIts pods mount the PersistentVolumeClaim {claim}, which has to be there, and stay Pending without it; "
+        )
+        assert said in capsys.readouterr().out
 
 
 def test_it_says_how_the_files_are_applied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,7 @@
 """Which settings may be written into a script or a manifest."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -9,7 +9,17 @@ import attrs
 from nrl.errors import ConfigError
 from nrl.log import redact, redacted
 
-__all__ = ["check_plain", "check_secrets", "duration", "environment", "matches", "program_arguments", "with_grace"]
+__all__ = [
+    "check_options",
+    "check_owned",
+    "check_plain",
+    "check_secrets",
+    "duration",
+    "environment",
+    "matches",
+    "program_arguments",
+    "with_grace",
+]
 
 type _Validator = Callable[[Any, Any, Any], None]
 _GRACE = "checkpoints.grace"
@@ -94,6 +104,44 @@ def check_secrets(arguments: Sequence[str], env: Mapping[str, str], command: str
     for key, text in pairs.items():
         if text and (redacted({key: text})[key] != text or redact(f"{key}={text}") != f"{key}={text}"):
             raise ConfigError(f"{command}: {key} looks like a secret, which a file must not hold; {instead}")
+
+
+def check_owned(names: Iterable[str], owned: Mapping[str, str], command: str) -> None:
+    """Refuse environment variables that the files set themselves: one of the two values would be lost.
+
+    Args:
+        names: of the variables that would be written.
+        owned: the names of the files' own, and what to give instead; empty: nothing.
+        command: for the error.
+
+    Raises:
+        ConfigError: one of them is owned.
+    """
+    for name in names:
+        if name in owned:
+            instead = f"give {owned[name]} instead" if owned[name] else "leave it out"
+            raise ConfigError(f"{command}: found {name} among the variables, which the files set themselves; {instead}")
+
+
+def check_options(options: Sequence[str], owned: Mapping[str, str], command: str) -> None:
+    """Refuse options of sbatch that the script has already: one of the two would be lost, and no check has seen it.
+
+    Args:
+        options: ``--name`` or ``--name=value``; sbatch takes the beginning of a name, too.
+        owned: the names of the script's own, and what to give instead; empty: nothing.
+        command: for the error.
+
+    Raises:
+        ConfigError: one of them is owned.
+    """
+    for each in options:
+        name = each.removeprefix("--").partition("=")[0]
+        of = name if name in owned else next((known for known in owned if known.startswith(name)), None)
+        if of is not None:
+            instead = f"give {owned[of]} instead" if owned[of] else "edit the script where you want another"
+            raise ConfigError(
+                f"{command}: found {each} among options=, and the script has --{of} of its own; {instead}"
+            )
 
 
 def program_arguments(arguments: Sequence[str], command: str) -> tuple[str, ...]:

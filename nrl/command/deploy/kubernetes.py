@@ -9,7 +9,15 @@ from typing import Any
 import attrs
 
 from nrl import config
-from nrl.command.deploy.checks import check_plain, check_secrets, environment, matches, program_arguments, with_grace
+from nrl.command.deploy.checks import (
+    check_owned,
+    check_plain,
+    check_secrets,
+    environment,
+    matches,
+    program_arguments,
+    with_grace,
+)
 from nrl.command.deploy.writing import filled, write
 from nrl.errors import ConfigError
 
@@ -20,6 +28,16 @@ _REFERENCE = re.compile(r"([a-z0-9]([a-z0-9.-]*[a-z0-9])?)/([\w.-]+)", re.ASCII)
 _EFFECTS = "NoSchedule|PreferNoSchedule|NoExecute"
 _SPARE = 30
 """Seconds of the grace period in which Ray ends, after the program."""
+_VARIABLES = {
+    "RAY_JOB_STOP_WAIT_TIME_S": "grace=",
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "",
+    "PYTHONUNBUFFERED": "",
+    "RAY_process_group_cleanup_enabled": "",
+    "RAY_enable_pipe_based_agent_to_parent_health_check": "",
+    **dict.fromkeys(("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_CLUSTER_NAME", "RAY_PORT"), ""),
+    **dict.fromkeys(("RAY_IP", "FQ_RAY_IP", "KUBERAY_GEN_RAY_START_CMD", "NRL_CLUSTER"), ""),
+}
+"""Variables that the manifest, its scripts or the operator set, and what to give instead."""
 _positive = attrs.validators.ge(1)
 _maybe = attrs.validators.optional(_positive)
 _not_negative = attrs.validators.ge(0)
@@ -105,6 +123,11 @@ def main(cfg: Kubernetes) -> None:
     files = {Path(cfg.to) / name: text for name, text in manifests(cfg).items()}
     write(files, force=cfg.force, command=_COMMAND)
     print(f"{len(files)} files are in {cfg.to}; run the program by\n  kubectl apply {_applied(cfg, 'rayjob.yaml')}")
+    if cfg.storage is None:
+        print(
+            f"Its pods mount the PersistentVolumeClaim {cfg.claim}, which has to be there, and stay Pending without "
+            "it; claim= names another one, and storage= makes one"
+        )
 
 
 def manifests(cfg: Kubernetes) -> dict[str, str]:
@@ -114,6 +137,8 @@ def manifests(cfg: Kubernetes) -> dict[str, str]:
         ConfigError: settings that contradict each other.
     """
     check_plain(cfg, _COMMAND)
+    check_owned((*cfg.env, *cfg.secrets), _VARIABLES, _COMMAND)
+    check_owned(cfg.env, dict.fromkeys(cfg.secrets, "one of env. and secrets."), _COMMAND)
     check_secrets(cfg.arguments, cfg.env, _COMMAND, "give secrets.VARIABLE=SECRET/KEY, a reference to one")
     arguments = with_grace(program_arguments(cfg.arguments, _COMMAND), cfg.grace, 0, _COMMAND)
     _check(cfg)

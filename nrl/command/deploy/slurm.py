@@ -11,6 +11,8 @@ import attrs
 
 from nrl import config
 from nrl.command.deploy.checks import (
+    check_options,
+    check_owned,
     check_plain,
     check_secrets,
     duration,
@@ -32,6 +34,35 @@ _BLOCK = 250
 _SPARE = 20
 """Seconds of the time before the limit in which Ray ends, after the program."""
 _CHOSEN = ("partition", "account", "qos", "constraint", "reservation", "nodelist", "exclude")
+_OPTIONS = {
+    **{each: f"{each}=" for each in (*_CHOSEN, "nodes", "time")},
+    "job-name": "name=",
+    "signal": "grace=",
+    "array": "seeds= and at_once=",
+    "output": "logs=",
+    **dict.fromkeys(("ntasks", "ntasks-per-node"), "nodes="),
+    **dict.fromkeys(("cpus-per-task", "cpus-per-gpu"), "cpus="),
+    **dict.fromkeys(("mem", "mem-per-cpu", "mem-per-gpu"), "memory="),
+    **dict.fromkeys(("gpus", "gpus-per-node", "gpus-per-task"), "gpus= and gpu_type="),
+    **dict.fromkeys(("requeue", "no-requeue", "open-mode"), ""),
+}
+"""Options of sbatch that the script has, and what to give instead."""
+_VARIABLES = {
+    "PATH": "venv= or setup=",
+    "NRL_VENV_DIR": "venvs=",
+    "NRL_PORTS": "ports=",
+    "RAY_ADDRESS": "",
+    "port": "ports=",
+    **dict.fromkeys(
+        ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_ENABLE_UV_RUN_RUNTIME_ENV", "RAY_USAGE_STATS_ENABLED"), ""
+    ),
+    **dict.fromkeys(("RAY_prestart_worker_first_driver", "RAY_process_group_cleanup_enabled"), ""),
+    **dict.fromkeys(("RAY_enable_pipe_based_agent_to_parent_health_check", "PYTHONUNBUFFERED"), ""),
+    **dict.fromkeys(("SLURM_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT", "SLURM_NNODES"), ""),
+    **dict.fromkeys(("SLURM_NODEID", "SLURM_CPUS_ON_NODE", "SLURMD_NODENAME"), ""),
+    **dict.fromkeys(("logs", "head", "temp", "nodes", "driver", "status", "asked", "requeue"), ""),
+}
+"""Variables that the script sets, or that Slurm sets for it, and what to give instead."""
 _job = matches(r"[\w.-]+", "a name of letters, digits and ._-")
 _word = matches(r"[\w.,:*&|()\[\]/@+-]+", "a word of Slurm, without spaces and quotes")
 _NEEDED = {
@@ -125,7 +156,12 @@ def script(cfg: Slurm) -> str:
     """
     check_plain(cfg, _COMMAND)
     instead = "export it in the shell that submits the job: sbatch passes variables on"
+    check_owned(cfg.env, _VARIABLES, _COMMAND)
     check_secrets(cfg.arguments, cfg.env, _COMMAND, instead)
+    whole = {"exclusive": "cpus= of the job's own"} if cfg.cpus is None else {}
+    check_options(cfg.options, _OPTIONS | whole, _COMMAND)
+    if any(each.startswith("--gres=") and "gpu" in each for each in cfg.options):
+        raise ConfigError(f"{_COMMAND}: found GPUs in options=, of which Ray would not know; give gpus= and gpu_type=")
     _check_times(cfg)
     spare = min(_SPARE, cfg.grace // 4)
     arguments = with_grace(program_arguments(cfg.arguments, _COMMAND), cfg.grace, spare, _COMMAND)
