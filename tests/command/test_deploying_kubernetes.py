@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -204,7 +205,7 @@ def test_values_are_quoted_for_yaml() -> None:
         f"env={json.dumps({'A': HOSTILE[0]}, ensure_ascii=False)}", "env.B=yes", "env.C='1'", "labels={a: 'on'}"
     )
     for pod in pods(found):
-        env = {each["name"]: each["value"] for each in pod["containers"][0]["env"]}
+        env = {each["name"]: each["value"] for each in pod["containers"][0]["env"] if "value" in each}
         assert {key: env[key] for key in "ABC"} == {"A": HOSTILE[0], "B": "yes", "C": "'1'"}
     assert found["rayjob.yaml"]["metadata"]["labels"] == {"a": "on"}
 
@@ -256,6 +257,39 @@ def test_pods_that_end_wait_until_the_program_has_saved(scripts: Path) -> None:
             assert wait.wait(5) == 0
         assert start.wait(5) == 143
     assert list((scripts / "a b/runs").iterdir()) == []
+
+
+def test_a_program_saves_while_a_worker_that_is_evicted_waits(scripts: Path) -> None:
+    """Its pod alone is told to end; one of another cluster tells nobody, and waits for nobody."""
+    given = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "TMPDIR": str(scripts)}
+
+    def bash(name: str, cluster: str) -> "subprocess.Popen[str]":
+        env = given | {"NRL_CLUSTER": cluster}
+        pipe = subprocess.PIPE
+        return subprocess.Popen(["bash", str(scripts / name)], env=env, stdout=pipe, stderr=pipe, text=True)
+
+    runs = scripts / "a b/runs"
+    runs.mkdir(parents=True)
+    (runs / "train.leaving").write_text("second\n")  # of a start that was killed
+    with bash("start.sh", "second") as start:
+        assert start.stdout is not None
+        assert start.stderr is not None
+        start.stdout.readline()
+        with bash("wait.sh", "first") as wait:
+            assert wait.wait(5) == 0
+        assert not (runs / "train.leaving").exists()
+        (runs / "train.leaving").write_text("first\n")
+        time.sleep(1.5)
+        assert start.poll() is None
+        with bash("wait.sh", "second") as wait:
+            assert start.stdout.readline() == "saved\n"
+            assert start.wait(5) == 143
+            assert wait.wait(5) == 0
+        assert start.stderr.read() == "job: the pod of a worker ends; the program is told to save and to end\n"
+    assert list(runs.iterdir()) == []
+    for pod in pods(written()):
+        (of_pod,) = [each for each in pod["containers"][0]["env"] if each["name"] == "NRL_CLUSTER"]
+        assert of_pod["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.labels['ray.io/cluster']"
 
 
 def test_a_job_that_is_stopped_saves(scripts: Path) -> None:

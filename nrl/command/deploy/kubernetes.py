@@ -146,6 +146,7 @@ def manifests(cfg: Kubernetes) -> dict[str, str]:
         "grace": cfg.grace + _SPARE,
         "command": shlex.join([cfg.program, *arguments, "cluster=auto", f"out={cfg.out}"]),
         "running": f"{cfg.out.rstrip('/')}.running",
+        "leaving": f"{cfg.out.rstrip('/')}.leaving",
         "parent": str(PurePosixPath(cfg.out).parent),
         "references": [(name, *each.split("/")) for name, each in cfg.secrets.items()],
         "head_resources": {"cpu": cfg.head_cpus, "memory": cfg.head_memory},
