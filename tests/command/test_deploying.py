@@ -121,7 +121,7 @@ def test_shellcheck_finds_nothing_in_any_variant(program: Path, tmp_path: Path) 
 
 def functions(text: str) -> str:
     """Those of a script, without what it does."""
-    return "\n".join(re.findall(r"^(?:answers|node|program)\(\) \{.*?\}$", text, re.MULTILINE | re.DOTALL))
+    return "\n".join(re.findall(r"^(?:answers|node|program|goes_on)\(\) \{.*?\}$", text, re.MULTILINE | re.DOTALL))
 
 
 def command(text: str) -> str:
@@ -397,6 +397,46 @@ def test_a_head_that_does_not_start_is_tried_again(program: Path, tmp_path: Path
     words = ["bash", "-c", f"sleep() {{ :; }}\n{functions(deployed(program))}\nnode"]
     found = subprocess.run(words, env=given, capture_output=True, text=True)
     assert (found.stdout, found.returncode) == ("tried\n" * 3, 3)
+    assert (tmp_path / "logs/ended").exists()  # which ends the job, since the other nodes go on
+    assert "step --kill-on-bad-exit=0 --wait=0 " in deployed(program)
+
+
+def test_a_job_ends_where_its_head_does_not_start(program: Path, tmp_path: Path) -> None:
+    """Although the other nodes' part of the step goes on."""
+    (loop,) = re.findall(r"^nodes=\$!\n(until .*?^done)$", deployed(program), re.MULTILINE | re.DOTALL)
+    (tmp_path / "ended").touch()
+    bash = f"logs={tmp_path}; sleep 60 & nodes=$!; trap 'kill $nodes' EXIT\n{loop}\necho on"
+    done = subprocess.run(["bash", "-c", bash], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(r"job: Ray does not start on .*; see .*/node-0.log\n", done.stderr)
+
+
+def test_a_job_is_not_requeued_after_three_starts_that_came_no_further(program: Path, tmp_path: Path) -> None:
+    """A step more is enough; of what is no run of nrl nothing is known."""
+    for settings, name in ([], "a b"), (["seeds=3"], "a b/seed-2"):
+        text = deployed(program, f"out={tmp_path}/a b", "logs=l", *settings)
+        (end,) = re.findall(r"^if \[ -n \"\$requeue\" .*", text, re.MULTILINE | re.DOTALL)
+        logs = tmp_path / f"{len(settings)}" / "start-0"
+        logs.mkdir(parents=True)
+        given = f"SLURM_ARRAY_TASK_ID=2 logs={logs} requeue=yes status=143\nscontrol() {{ :; }}\nset -euo pipefail\n"
+
+        def ended(bash: str = f"{functions(text)}\n{given}{end}") -> str:
+            done = subprocess.run(["bash", "-c", bash], env=environment(), capture_output=True, text=True)
+            assert done.returncode == 143
+            return done.stdout + done.stderr
+
+        again = "job: requeued, to go on from the last checkpoint\n"
+        run = tmp_path / name
+        assert [ended() for _ in range(4)] == [again] * 4
+        run.mkdir(parents=True, exist_ok=True)
+        (run / "config.yaml").touch()
+        assert [ended() for _ in range(2)] == [again] * 2
+        (run / "metrics.jsonl").write_text("{}\n{}\n")
+        assert [ended() for _ in range(3)] == [again] * 3
+        (run / "metrics.jsonl").write_text("{}\n")  # of a start that began again, and did less
+        assert ended() == (
+            "job: not requeued: three starts came no further than one before them; give more time= or grace=\n"
+        )
 
 
 REFUSED = {

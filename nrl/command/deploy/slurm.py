@@ -189,6 +189,7 @@ def script(cfg: Slurm) -> str:
         "first_port": first,
         "blocks": (last - first + 1) // _BLOCK,
         "object_store": _in_bytes(cfg.object_store),
+        "run": _run(cfg),
         "command": _program(cfg, arguments),
         "mounts": _mounts(cfg),
         "apptainer": _apptainer(cfg),
@@ -215,11 +216,13 @@ def _checked(cfg: Slurm, arguments: tuple[str, ...]) -> Any | None:
 
 def _program(cfg: Slurm, arguments: tuple[str, ...]) -> str:
     """The words after ``python``, quoted."""
-    out = shlex.quote(_out(cfg))
-    words = [shlex.quote(each) for each in (cfg.program, *arguments, "cluster=auto")]
-    if cfg.seeds:
-        return " ".join([*words, 'seed="$SLURM_ARRAY_TASK_ID"', f'out={out}/seed-"$SLURM_ARRAY_TASK_ID"'])
-    return " ".join([*words, f"out={out}"])
+    seed = ['seed="$SLURM_ARRAY_TASK_ID"'] if cfg.seeds else []
+    return " ".join([*map(shlex.quote, (cfg.program, *arguments, "cluster=auto")), *seed, f"out={_run(cfg)}"])
+
+
+def _run(cfg: Slurm) -> str:
+    """The folder of the run, as bash reads it."""
+    return shlex.quote(_out(cfg)) + ('/seed-"$SLURM_ARRAY_TASK_ID"' if cfg.seeds else "")
 
 
 def _out(cfg: Slurm) -> str:
