@@ -262,6 +262,14 @@ def test_a_program_is_asked_with_the_words_that_the_job_will_give_it(
     assert "program train.py stepps=1 " in deployed(configured, "check=false", "arguments=[stepps=1]")
 
 
+def test_help_behind_the_dashes_is_the_programs_own(configured: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = configured.parent / "job.sbatch"
+    with pytest.raises(SystemExit, match="0"):
+        main(["deploy", "slurm", "train.py", f"folder={configured.parent}", f"to={target}", "--", "--help"])
+    assert "usage: train.py " in capsys.readouterr().out
+    assert not target.exists()
+
+
 def test_what_cannot_be_imported_here_is_not_checked_and_somebody_says_so(
     configured: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
