@@ -260,6 +260,7 @@ def test_a_program_is_asked_with_the_words_that_the_job_will_give_it(
     )
     assert Path.cwd() == here
     assert "program train.py stepps=1 " in deployed(configured, "check=false", "arguments=[stepps=1]")
+    assert "program train.py nowhere.yaml " in deployed(configured, "check=false", "arguments=[nowhere.yaml]")
 
 
 def test_help_behind_the_dashes_is_the_programs_own(configured: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -128,7 +128,7 @@ class Slurm:
         help="to build first, by default those of the program's trainer= and sampler=; []: none",
         validator=_executable,
     )
-    check: bool = True  # load what the job gives the program into its Config here, if it has one
+    check: bool = True  # see that files of settings are here, and that the program's Config takes what it is given
     doctor: bool = False  # ask `nrl doctor` of all nodes before the program; where something fails the job ends
     venvs: str | None = None  # NRL_VENV_DIR; best on a disk of the node; none: in the user's cache
     setup: str | None = None  # a file of bash that is sourced first, such as one of `module load`
@@ -200,12 +200,12 @@ def script(cfg: Slurm) -> str:
 def _checked(cfg: Slurm, arguments: tuple[str, ...]) -> Any | None:
     """The program's configuration, from what the job will give it; None: nobody has looked."""
     folder = _folder(cfg)
-    if cfg.container is None:
-        if not (Path(folder) / cfg.program).is_file():
-            raise ConfigError(f"{_COMMAND}: found no file program={cfg.program} in {folder}; folder= says where it is")
-        check_files(arguments, folder, _COMMAND)
+    if cfg.container is None and not (Path(folder) / cfg.program).is_file():
+        raise ConfigError(f"{_COMMAND}: found no file program={cfg.program} in {folder}; folder= says where it is")
     if not cfg.check:
         return None
+    if cfg.container is None:
+        check_files(arguments, folder, _COMMAND)
     given = len(program_arguments(cfg.arguments, _COMMAND))
     seeded = ("seed=0", f"out={_out(cfg)}/seed-0") if cfg.seeds else (f"out={_out(cfg)}",)
     added = (*arguments[given:], "cluster=auto", *seeded)
