@@ -1,10 +1,7 @@
 """Checks of what is installed on this host: Python, uv, packages against the lock, torch, environments."""
 
-import json
-import os
-import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -15,41 +12,29 @@ from packaging.version import Version
 
 from nrl.errors import NrlError
 from nrl.runtime.doctor.findings import Check, Finding, failed, note, ok, warning
-from nrl.runtime.executables import maintenance
+from nrl.runtime.doctor.there import look_at_environments, look_at_torch, look_at_uv
 from nrl.runtime.executables.locks import locked, project
+from nrl.runtime.executables.pins import Pin
+from nrl.runtime.executables.recipes import recipe
 from nrl.runtime.executables.registry import EXECUTABLES
-from nrl.runtime.node.environments import default_folder, inventories
-from nrl.runtime.node.installer import find_uv
+from nrl.runtime.node.environments import Recipe, default_folder, difference, likeness
 from nrl.runtime.node.machine import Facts
 
-__all__ = ["INSTALLATION", "environments", "lock", "look_at_torch", "python", "torch"]
+__all__ = [
+    "INSTALLATION",
+    "environments",
+    "environments_judged",
+    "lock",
+    "python",
+    "too_old",
+    "torch",
+    "torch_judged",
+    "torch_to_come",
+    "uv_judged",
+]
 
 _MOST = 6  # packages that a line names
 _SYNC = "run `uv sync --locked` in the project, or install these versions"
-_PATIENCE = 120.0  # seconds in which torch is imported, from a slow disk, too
-
-_TORCH = """
-import json, sys, warnings
-found = {}
-with warnings.catch_warnings(record=True) as said:
-    warnings.simplefilter("always")
-    import torch
-    import torch.distributed as dist
-    found |= {"version": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip}
-    found |= {"gloo": dist.is_available() and dist.is_gloo_available(), "nccl": None}
-    found["devices"] = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if found["devices"]:
-        found["capabilities"] = ["%d%d" % torch.cuda.get_device_capability(i) for i in range(found["devices"])]
-        found["built_for"] = torch.cuda.get_arch_list()
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None
-    elif len(sys.argv) > 1:
-        try:
-            torch.cuda.init()
-        except Exception as error:
-            found["why"] = str(error)
-found["said"] = [str(each.message) for each in said]
-print(json.dumps(found))
-"""
 
 
 def python(facts: Facts) -> Iterator[Finding]:
@@ -64,35 +49,20 @@ def python(facts: Facts) -> Iterator[Finding]:
 
 def lock(facts: Facts) -> Iterator[Finding]:
     """Whether uv and the packages of this interpreter are those of the lock, and those that nrl needs."""
-    version = ""
-    try:
-        command = find_uv()
-        run = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60, check=True)
-        version = run.stdout.split()[1]
-    except NrlError as error:
-        yield failed("uv", str(error), "install it: `python -m pip install uv`. Without it no environment can be built")
-    yield from _needed()
-    of = project()
-    whose = {"checkout": "nrl's checkout", "project": "the project", "wheel": "the installed nrl"}[of.kind]
+    found, there, of = look_at_uv(), _installed(), project()
+    pins: Mapping[str, Pin] = {}
+    why = ""
     try:
         pins = locked(EXECUTABLES["base"], of, default_folder() / ".resolved")
     except (NrlError, OSError) as error:
-        if version:
-            yield ok("uv", version, version=version)
-        yield failed("lock", f"{of.root}: {error}", "mend the lock (`uv lock`): environments are built from it")
-        return
-    there = _installed()
+        why = str(error)
     wanted = {name: pin.version for name, pin in pins.items() if pin.path is None and pin.version}
-    if version and wanted.get("uv", version) != version:
-        yield warning(
-            "uv",
-            f"{version}, {' '.join(command)}; the lock has {wanted['uv']}",
-            f"{_SYNC}: another uv may not find what this one has in its cache, and fetches packages again",
-            version=version,
-            locked=wanted["uv"],
-        )
-    elif version:
-        yield ok("uv", f"{version}, {' '.join(command)}", version=version)
+    yield from _needed(there)
+    yield uv_judged(found, wanted.get("uv"))
+    whose = {"checkout": "nrl's checkout", "project": "the project", "wheel": "the installed nrl"}[of.kind]
+    if why:
+        yield failed("lock", f"{of.root}: {why}", "mend the lock (`uv lock`): environments are built from it")
+        return
     wrong = [
         f"{name} {there.get(name, 'is missing')}" + (f" instead of {version}" if name in there else "")
         for name, version in sorted(wanted.items())
@@ -106,29 +76,52 @@ def lock(facts: Facts) -> Iterator[Finding]:
         yield ok("lock", f"{said}, which are all here in its versions", differing=[])
 
 
-def torch(facts: Facts) -> Iterator[Finding]:
-    """Whether torch can be imported, and sees the GPUs that there are."""
-    gpus = facts["gpus"]
-    found = look_at_torch(sys.executable, gpus is not None)
+def uv_judged(found: Mapping[str, Any], wanted: str | None) -> Finding:
+    """Whether a host's uv is that of the lock.
+
+    Args:
+        found: `look_at_uv` of the host.
+        wanted: the version that the lock has, if that is known.
+    """
     if "error" in found:
-        yield failed(
-            "torch", f"it cannot be imported: {found['error']}", f"{_SYNC}; `nrl venvs check` for environments"
-        )
+        more = "install it: `python -m pip install uv`. Without it no environment can be built"
+        return failed("uv", str(found["error"]), more)
+    version, said = found["version"], f"{found['version']}, {' '.join(found['command'])}"
+    if wanted in (None, version):
+        return ok("uv", said, version=version)
+    more = f"{_SYNC}: another uv may not find what this one has in its cache, and fetches packages again"
+    return warning("uv", f"{said}; the lock has {wanted}", more, version=version, locked=wanted)
+
+
+def torch(facts: Facts) -> Iterator[Finding]:
+    """Whether torch can be imported, and sees the GPUs that there are; without GPUs, whether its libraries load."""
+    yield from torch_judged(look_at_torch(sys.executable, facts["gpus"] is not None), facts["gpus"])
+
+
+def torch_judged(found: Mapping[str, Any], gpus: Mapping[str, Any] | None) -> Iterator[Finding]:
+    """Whether a host's torch can be imported, and sees its GPUs.
+
+    Args:
+        found: `look_at_torch` of the host.
+        gpus: what nvidia-smi says there; None: there is none.
+    """
+    if "error" in found:
+        again = f"{_SYNC}; `nrl venvs check` for environments"
+        yield failed("torch", f"it cannot be imported: {found['error']}", again)
         return
     kind = f"CUDA {found['cuda']}" if found["cuda"] else f"ROCm {found['hip']}" if found["hip"] else "CPUs alone"
     said, count = f"{found['version']}, built for {kind}", len(gpus["devices"]) if gpus else 0
-    if not count or found["devices"] == count:
+    if gpus is None or not count or found["devices"] == count:
         yield ok("torch", said + (f", sees {count} GPU(s); NCCL {found['nccl']}" if count else ""), **found)
     elif found["devices"]:
-        chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        chosen = found["chosen"]
         why = f"CUDA_VISIBLE_DEVICES is {chosen}" if chosen is not None else "CUDA_VISIBLE_DEVICES is not set"
         yield note("torch", f"{said}, sees {found['devices']} of {count} GPUs: {why}", **found)
-    elif found["cuda"] and gpus["cuda"] and Version(gpus["cuda"]).major < Version(found["cuda"]).major:
+    elif too_old(gpus, found["cuda"]):
         yield failed(
             "torch",
             f"{said}; driver {gpus['driver']} runs CUDA {gpus['cuda']} at most, so torch sees none of {count} GPU(s)",
-            f"install a driver for CUDA {found['cuda']}, or one of NVIDIA's cuda-compat packages, or lock a torch that "
-            f"is built for CUDA {gpus['cuda']}",
+            _newer(gpus, found["cuda"]),
             **found,
         )
     else:
@@ -146,61 +139,92 @@ def torch(facts: Facts) -> Iterator[Finding]:
         yield failed("torch", less, "lock a torch that is built for it", foreign=foreign)
 
 
+def torch_to_come(gpus: Mapping[str, Any] | None, build: Mapping[str, Any], ray: str) -> Finding:
+    """What the driver of a host without any torch is to the torch that environments there will have.
+
+    Args:
+        gpus: what nvidia-smi says there; None: there is none.
+        build: `look_at_torch` of the program, whose lock environments are built from.
+        ray: the version of Ray that a Python with torch should have.
+    """
+    said, more = f"no Python here has torch and Ray {ray}", "`nrl venvs build base` there, or let the next run build it"
+    if gpus is None or not gpus["devices"] or not build.get("cuda"):
+        return note("torch", said, more)
+    if too_old(gpus, build["cuda"]):
+        less = f"{said}; the program's is built for CUDA {build['cuda']}, and driver {gpus['driver']} runs CUDA "
+        return failed("torch", f"{less}{gpus['cuda']} at most", _newer(gpus, build["cuda"]), cuda=build["cuda"])
+    return note("torch", f"{said}; driver {gpus['driver']} runs the program's, for CUDA {build['cuda']}", more)
+
+
+def too_old(gpus: Mapping[str, Any], cuda: str | None) -> bool:
+    """Whether a driver is too old for what is built for a CUDA: it runs all of its own major version.
+
+    >>> [too_old({"cuda": "12.4"}, built) for built in ("12.8", "13.0", None)], too_old({"cuda": None}, "13.0")
+    ([False, True, False], False)
+    """
+    return bool(cuda and gpus["cuda"]) and Version(gpus["cuda"]).major < Version(str(cuda)).major
+
+
+def _newer(gpus: Mapping[str, Any], cuda: str) -> str:
+    return (
+        f"install a driver for CUDA {cuda}, or one of NVIDIA's cuda-compat packages, or lock a torch that "
+        f"is built for CUDA {gpus['cuda']}"
+    )
+
+
 def environments(facts: Facts) -> Iterator[Finding]:
-    """Whether executables have their environments, whole and as the lock says: what ``nrl venvs check`` says."""
-    folder = default_folder()
-    there = sorted({each["executable"] for each in inventories(folder).values()} & set(EXECUTABLES))
-    for name in there:
-        said = list[str]()
+    """Whether executables have their environments, whole and as the lock says."""
+    yield from environments_judged(look_at_environments(EXECUTABLES), recipe)
+
+
+def environments_judged(found: Mapping[str, Any], wanted: Callable[[str], Recipe]) -> Iterator[Finding]:
+    """Whether a host's environments are whole, and what the lock of this process says.
+
+    Args:
+        found: `look_at_environments` of the host.
+        wanted: what the environment of an executable should be.
+    """
+    folder, whole = found["folder"], {each["name"]: each for each in found["whole"]}
+    for name in sorted({each["executable"] for each in whole.values()}):
+        build = f"`nrl venvs build {name}`"
         try:
-            well = maintenance.check([name], folder=folder, say=said.append)
+            made = wanted(name)
         except NrlError as error:
-            well, said = False, [str(error)]
-        if well:
-            yield ok("environments", said[0], executable=name)
-        else:
-            found, _, todo = (
-                said[0].rpartition("; build it again") if "build it again" in said[0] else (said[0], "", "")
+            yield warning("environments", f"{name}: {error}", f"mend that, then {build}", executable=name)
+            continue
+        if (there := whole.get(made.name)) is None:
+            others = [each for each in whole.values() if each["executable"] == name]
+            nearest = max(others, key=lambda each: likeness(each, made.inventory))
+            yield warning(
+                "environments",
+                f"{made.name} is not in {folder}, which has {nearest['name']}, built {nearest['built']}; to what the "
+                f"lock of {project().root} says it differs by {difference(nearest, made.inventory)}",
+                f"{build}, or let the next run build it; or go back to the lock that the other one was made from",
+                executable=name,
             )
-            again = f"build it again{todo}" if todo else f"`nrl venvs build {name}`, or let the next run build it"
-            yield warning("environments", found, again, executable=name)
-    if not there:
+        elif wrong := there["wrong"]:
+            again = f"`NRL_FORCE_REBUILD_VENVS=1 nrl venvs build {name}` builds it again"
+            yield warning("environments", f"{made.name}: {_few(wrong)}", again, executable=name, wrong=wrong)
+        elif not found["writable"] and (lacking := sorted(set(made.sources) - set(found["sources"]))):
+            less = f"{made.name} is complete, but {folder} has no {lacking[0]} beside it, and cannot be written"
+            more = "a program that starts would put the source there: set NRL_VENV_DIR to a folder that can be written"
+            yield warning("environments", less, f"{more}, or go back to the source in it", executable=name)
+        else:
+            yield ok("environments", f"{made.name} is complete, and is what the lock says", executable=name)
+    if not whole:
         yield note(
             "environments",
             f"none in {folder}: the first mesh of an executable builds one, which takes minutes without a cache",
             "`nrl venvs build base` builds one before",
         )
-    if begun := sorted(folder.glob(".*.building")):
+    if begun := found["begun"]:
         left = "`nrl venvs prune` removes them, unless a builder is at work"
-        yield note("environments", f"{len(begun)} incomplete in {folder}, such as {begun[0].name}", left)
+        yield note("environments", f"{len(begun)} incomplete in {folder}, such as {begun[0]}", left)
 
 
-def look_at_torch(python: str, gpus: bool, patience: float = _PATIENCE) -> dict[str, Any]:
-    """What an interpreter's torch is and sees, asked in a process of its own: to import it takes seconds.
-
-    Args:
-        python: the interpreter.
-        gpus: whether there are some, so that it is said why torch sees none.
-        patience: seconds for the answer.
-
-    Returns:
-        ``error`` alone where torch cannot be imported.
-    """
-    command = [python, "-c", _TORCH, *(["why"] if gpus else [])]
-    try:
-        run = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=patience)
-    except subprocess.TimeoutExpired:
-        return {"error": f"it did not end within {patience:g} s"}
-    if run.returncode:
-        last = (run.stderr.strip() or f"exit status {run.returncode}").splitlines()[-1]
-        return {"error": last}
-    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
-    return found
-
-
-def _needed() -> Iterator[Finding]:
+def _needed(there: Mapping[str, str]) -> Iterator[Finding]:
     """What nrl itself asks for, whatever the lock says."""
-    there, wrong = _installed(), list[str]()
+    wrong = list[str]()
     for text in _metadata("Requires-Dist"):
         wanted = Requirement(text)
         if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):

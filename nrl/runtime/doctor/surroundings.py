@@ -2,21 +2,19 @@
 
 import os
 import socket
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from nrl.envs.sandbox import Limits, bubblewrap
 from nrl.errors import EnvError
 from nrl.runtime.doctor.findings import Check, Finding, note, ok, warning
+from nrl.runtime.doctor.there import look_at_hub
 from nrl.runtime.node.machine import Facts
 
-__all__ = ["SURROUNDINGS", "hub", "ray", "sandbox"]
+__all__ = ["SURROUNDINGS", "hub", "hub_judged", "ray", "sandbox"]
 
 _KNOCKING = 2.0  # seconds for an answer of what is on this machine, or near
-_HUB = 4.0  # seconds for one of the hub
-_OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 
 
 def ray(facts: Facts) -> Iterator[Finding]:
@@ -47,33 +45,26 @@ def ray(facts: Facts) -> Iterator[Finding]:
 
 def hub(facts: Facts) -> Iterator[Finding]:
     """Whether models and data can be had from the hub; a token is looked for, and never shown."""
-    from huggingface_hub import constants, get_token
+    yield hub_judged(look_at_hub())
 
-    home = facts["folders"]["hub"]["path"]
-    offline = [each for each in _OFFLINE if os.environ.get(each, "").upper() in ("1", "ON", "YES", "TRUE")]
-    token = "a token is there" if get_token() else "no token"
-    endpoint = os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
-    said = f"HF_HOME is {home}; {token}"
-    about = {"home": home, "token": bool(get_token()), "endpoint": endpoint, "offline": offline}
-    if offline:
-        yield note("hub", f"{said}; {', '.join(offline)} is set, so only what is in the cache can be had", **about)
-        return
-    try:
-        with urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=_HUB):
-            pass
-    except urllib.error.HTTPError:  # it answers
-        pass
-    except (OSError, ValueError) as error:
-        yield note(
+
+def hub_judged(found: Mapping[str, Any]) -> Finding:
+    """Whether models and data can be had from the hub on a host, by `look_at_hub` of it."""
+    about = {name: found[name] for name in ("home", "token", "endpoint", "offline")}
+    said = f"HF_HOME is {found['home']}; {'a token is there' if found['token'] else 'no token'}"
+    if found["offline"]:
+        less = f"{', '.join(found['offline'])} is set, so only what is in the cache can be had"
+        return note("hub", f"{said}; {less}", **about)
+    if not found["reached"]:
+        return note(
             "hub",
-            f"{said}; {endpoint} does not answer ({getattr(error, 'reason', error)})",
+            f"{said}; {found['endpoint']} does not answer ({found['why']})",
             "give models and data as folders, or fill the cache elsewhere; set HF_HUB_OFFLINE=1, so that nobody waits, "
             "or HF_ENDPOINT and HTTPS_PROXY, if there is a mirror or a proxy",
             reached=False,
             **about,
         )
-        return
-    yield ok("hub", f"{said}; {endpoint} answers", reached=True, **about)
+    return ok("hub", f"{said}; {found['endpoint']} answers", reached=True, **about)
 
 
 def sandbox(facts: Facts) -> Iterator[Finding]:

@@ -17,15 +17,24 @@ from typing import Any
 import pytest
 from uv import find_uv_bin
 
+from nrl.errors import ExecutableError
 from nrl.runtime.doctor import installation, surroundings
 from nrl.runtime.doctor.findings import Check, Finding, note, ok
 from nrl.runtime.doctor.running import findings
+from nrl.runtime.doctor.there import look_at_torch, wrong_packages
 from nrl.runtime.executables.recipes import recipe
 from nrl.runtime.node.environments import INVENTORY
 from nrl.runtime.node.machine import Facts, facts
 
 GPU = {"driver": "550.54", "cuda": "12.4", "devices": [{"name": "NVIDIA A100"}] * 2, "links": [], "error": ""}
-TORCH: dict[str, Any] = {"version": "2.13.0+cu130", "cuda": "13.0", "hip": None, "devices": 0, "said": []}
+TORCH: dict[str, Any] = {
+    "version": "2.13.0+cu130",
+    "cuda": "13.0",
+    "hip": None,
+    "devices": 0,
+    "said": [],
+    "chosen": "0",
+}
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +107,55 @@ def test_torch_that_cannot_be_imported(here: Facts, tmp_path: Path, monkeypatch:
     assert broken.level == "failed"
     assert "OSError: libcudart.so.13" in broken.found
     (tmp_path / "torch.py").write_text("import time; time.sleep(60)")
-    assert installation.look_at_torch(sys.executable, False, patience=0.2) == {"error": "it did not end within 0.2 s"}
+    assert look_at_torch(sys.executable, False, patience=0.2) == {"error": "it did not end within 0.2 s"}
+
+
+def torch_of_files(folder: Path, libraries: bytes) -> None:
+    """A torch whose libraries are these bytes, and which says on standard error when it is imported."""
+    (folder / "torch/lib").mkdir(parents=True)
+    (folder / "torch/lib/libtorch_python.so").write_bytes(libraries)
+    (folder / "torch/version.py").write_text("__version__ = '2.0+cu99'; cuda = '9.9'; hip = None")
+    (folder / "torch/__init__.py").write_text("raise ImportError('it is imported')")
+
+
+def test_without_gpus_torch_is_not_imported_but_its_libraries_load(
+    here: Facts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = next((Path(sys.prefix) / "lib").glob("python*/site-packages/torch/lib/libtorch_global_deps.so"))
+    torch_of_files(tmp_path, library.read_bytes())
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    # Its needs are beside the original
+    monkeypatch.setenv(
+        "LD_LIBRARY_PATH", ":".join(map(str, [library.parent, *library.parents[2].glob("nvidia/*/lib")]))
+    )
+    [whole] = found(installation.torch, here)
+    assert (whole.level, whole.found) == ("ok", "2.0+cu99, built for CUDA 9.9")
+    assert "it is imported" in look_at_torch(sys.executable, True)["error"]
+    (tmp_path / "torch/lib/libtorch_python.so").write_bytes(b"half of it")
+    [broken] = found(installation.torch, here)
+    assert (broken.level, "it is imported" in broken.found) == ("failed", True)
+
+
+def test_what_hides_gpus_is_left_out_where_ray_has_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    assert look_at_torch(sys.executable, False)["chosen"] == "7"
+    assert look_at_torch(sys.executable, False, hidden=False)["chosen"] is None
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cuda", "level", "said"),
+    [
+        (None, "13.0", "note", "no Python here has torch and Ray 2.60.0"),
+        (GPU, "13.0", "failed", "the program's is built for CUDA 13.0, and driver 550.54 runs CUDA 12.4 at most"),
+        (GPU, "12.8", "note", "driver 550.54 runs the program's, for CUDA 12.8"),
+        (GPU, None, "note", "no Python here has torch and Ray 2.60.0"),
+        ({**GPU, "devices": [], "cuda": None}, "13.0", "note", "no Python here has torch and Ray 2.60.0"),
+    ],
+)
+def test_a_driver_is_judged_where_no_torch_is_yet(gpus: Any, cuda: str | None, level: str, said: str) -> None:
+    finding = installation.torch_to_come(gpus, {**TORCH, "cuda": cuda}, "2.60.0")
+    assert (finding.level, said in finding.found) == (level, True)
+    assert ("a driver for CUDA 13.0" in finding.todo) == (level == "failed")
 
 
 @pytest.mark.parametrize(
@@ -127,7 +184,6 @@ def test_torch_and_the_gpus(
     seen: dict[str, Any], level: str, said: str, todo: str, here: Facts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What torch says on such machines is put in the place of what it says here: there is no GPU."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(installation, "look_at_torch", lambda python, gpus: {**TORCH, **seen})
     last = found(installation.torch, {**here, "gpus": GPU})[-1]
     assert last.level == level
@@ -146,7 +202,14 @@ def test_environments_that_are_stale_damaged_or_half_built(
     def put(name: str, inventory: dict[str, Any]) -> None:
         env = tmp_path / name
         (env / "bin").mkdir(parents=True)
-        (env / "lib/python3.12/site-packages").mkdir(parents=True)
+        site = env / "lib/python3.12/site-packages"
+        for package, each in inventory["packages"].items():
+            info = site / f"{package.replace('-', '_')}-{each['version']}.dist-info"
+            info.mkdir(parents=True)
+            (info / "RECORD").write_text(f'{package}/here.py,sha256=1,2\n"{package}/a, b.py",,\n{package}/here.pyc,,\n')
+            (site / package).mkdir()
+            (site / package / "here.py").touch()
+            (site / package / "a, b.py").touch()
         (env / "bin/python").symlink_to(sys.executable)
         (env / INVENTORY).write_text(
             json.dumps({**inventory, "name": name, "executable": "base", "built": "2026-01-01T00:00:00Z"})
@@ -162,10 +225,50 @@ def test_environments_that_are_stale_damaged_or_half_built(
     assert "nrl venvs build base" in stale.todo
     assert (begun.level, begun.found[:12]) == ("note", "1 incomplete")
     put(wanted.name, {**wanted.inventory})
+    whole = found(installation.environments, here)[0]
+    assert (whole.level, whole.found) == ("ok", f"{wanted.name} is complete, and is what the lock says")
+    site = tmp_path / wanted.name / "lib/python3.12/site-packages"
+    shutil.rmtree(next(site.glob("accelerate-*.dist-info")))
+    (site / "rich" / "a, b.py").unlink()
+    (site / "xyz-1.0.dist-info").mkdir()
+    numpy = next(site.glob("numpy-*.dist-info"))
+    numpy.rename(site / "numpy-1.0.dist-info")
     damaged = found(installation.environments, here)[0]
     assert damaged.level == "warning"
-    assert "accelerate is missing" in damaged.found
-    assert "NRL_FORCE_REBUILD_VENVS=1" in damaged.todo
+    assert damaged.found == (
+        f"{wanted.name}: accelerate is missing, xyz does not belong there, numpy is 1.0 instead of "
+        f"{wanted.inventory['packages']['numpy']['version']}, rich lacks 1 of its files, such as rich/a, b.py"
+    )
+    assert "`NRL_FORCE_REBUILD_VENVS=1 nrl venvs build base`" in damaged.todo
+
+
+def test_environments_that_cannot_be_written_and_lack_the_source_or_whose_lock_cannot_be_read() -> None:
+    made = SimpleNamespace(name="base-1", sources=["nrl-0.1.0-aa"], inventory={})
+    whole = {"name": "base-1", "executable": "base", "built": "", "wrong": []}
+    there = {"folder": "/image", "writable": False, "whole": [whole], "begun": [], "sources": ["nrl-0.1.0-bb"]}
+    judged = installation.environments_judged
+    [lacking] = judged(there, lambda name: made)  # type: ignore[arg-type,return-value]
+    assert (lacking.level, "/image has no nrl-0.1.0-aa beside it" in lacking.found) == ("warning", True)
+    assert "set NRL_VENV_DIR" in lacking.todo
+    for change in ({"writable": True}, {"sources": ["nrl-0.1.0-aa"]}):
+        [well] = judged({**there, **change}, lambda name: made)  # type: ignore[arg-type,return-value]
+        assert well.level == "ok"
+
+    def unreadable(name: str) -> Any:
+        raise ExecutableError("the lock is broken")
+
+    [broken] = judged(there, unreadable)
+    assert (broken.level, broken.found) == ("warning", "base: the lock is broken")
+
+
+def test_a_version_is_what_the_package_says_where_its_folder_has_another_form(tmp_path: Path) -> None:
+    info = tmp_path / "lib/python3.12/site-packages/Tiny_Lib-1.0_cpu.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: Tiny_Lib\nVersion: 1.0+cpu\n")
+    inventory = {"packages": {"tiny-lib": {"version": "1.0+cpu", "source": "index"}}}
+    assert list(wrong_packages(tmp_path, inventory)) == []
+    inventory["packages"]["tiny-lib"]["version"] = "2.0"
+    assert list(wrong_packages(tmp_path, inventory)) == ["tiny-lib is 1.0+cpu instead of 2.0"]
 
 
 # --- what is around nrl
