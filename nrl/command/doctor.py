@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -15,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from nrl.runtime.doctor.findings import Finding, failed
+from nrl.runtime.node.machine import Facts
 
 __all__ = ["Doctor", "main"]
 
@@ -33,11 +35,23 @@ def _an_address(cfg: Any, field: Any, cluster: str) -> None:
         raise ValueError(f"cluster is {cluster!r}; give local, ray, auto, or the HOST:PORT of a Ray cluster")
 
 
+def _of_a_cluster(cfg: Any, field: Any, hosts: int | None) -> None:
+    if hosts is None:
+        return
+    if cfg.cluster == "local":
+        raise ValueError(
+            f"hosts={hosts} is how many hosts of a cluster have to be there; give cluster=auto as well, or HOST:PORT"
+        )
+    if hosts < 1:
+        raise ValueError(f"hosts is {hosts}; give how many hosts have to be there, 1 at least")
+
+
 @attrs.frozen
 class Doctor:
     """Say whether this machine, or a Ray cluster, runs nrl, and what to do if it does not."""
 
     cluster: str = attrs.field(default="local", validator=_an_address)  # local: this host; ray, auto, HOST:PORT: all
+    hosts: int | None = attrs.field(default=None, validator=_of_a_cluster)  # of a cluster that have to be there
     shared: str | None = None  # a folder that all hosts should see, such as your out=
     megabytes: int = attrs.field(default=32, validator=attrs.validators.ge(1))  # that two hosts send each other
     json: bool = False  # one JSON document instead of lines; --json is the same
@@ -72,9 +86,18 @@ def _found(cfg: Doctor) -> Iterator[Finding]:
     from nrl.runtime.doctor.installation import INSTALLATION, torch
     from nrl.runtime.doctor.running import findings
     from nrl.runtime.doctor.surroundings import SURROUNDINGS
+    from nrl.runtime.doctor.surroundings import shared as see
 
     stale = None
-    for finding in findings((*INSTALLATION, *HARDWARE, *SURROUNDINGS, torch), cfg.deadline):
+    checks = [*INSTALLATION, *HARDWARE, *SURROUNDINGS, torch]
+    if cfg.shared is not None and cfg.cluster == "local":  # a cluster's hosts are asked below
+        folder = Path(cfg.shared).expanduser().absolute()
+
+        def shared(facts: Facts) -> Iterable[Finding]:
+            return see(folder)
+
+        checks.append(shared)
+    for finding in findings(checks, cfg.deadline):
         stale = finding if finding.values.get("stale") else stale
         yield finding
     if cfg.cluster == "local":
@@ -84,7 +107,7 @@ def _found(cfg: Doctor) -> Iterator[Finding]:
         return
     from nrl.runtime.doctor.cluster import hosts
 
-    yield from hosts(cfg.cluster, cfg.shared, cfg.megabytes << 20, cfg.deadline)
+    yield from hosts(cfg.cluster, cfg.shared, cfg.megabytes << 20, cfg.deadline, cfg.hosts)
 
 
 def _line(finding: Finding) -> Text:

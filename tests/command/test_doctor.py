@@ -15,7 +15,7 @@ def test_this_host_is_looked_at_and_what_failed_is_the_exit_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HF_HOME", "/proc/models")  # where there is no room at all
-    assert main(["doctor", "--json", "deadline=200"]) == 1
+    assert main(["doctor", "--json", "deadline=200", "shared=/nowhere/runs"]) == 1
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert found.keys() == {"nrl_doctor", "host", "time", "failed", "findings"}
     assert (found["nrl_doctor"], found["failed"]) == (1, True)
@@ -26,12 +26,14 @@ def test_this_host_is_looked_at_and_what_failed_is_the_exit_status(
     )
     seen = {each["check"]: each["values"] for each in found["findings"]}
     assert seen["torch"]["version"].startswith("2.")
-    assert seen["torch"]["gloo"] is True
     wrong = [each for each in found["findings"] if each["level"] == "failed"]
-    assert [(each["check"], each["values"]["path"]) for each in wrong] == [("disk", "/proc/models")]
+    assert [(each["check"], each["values"]["path"]) for each in wrong] == [
+        ("disk", "/proc/models"),
+        ("shared", "/nowhere/runs"),
+    ]
     assert seen.keys() == {
         "python", "uv", "lock", "torch", "environments", "cores", "memory", "shared_memory", "disk", "mounts",
-        "host_name", "open_files", "gpu", "ray", "hub", "sandbox",
+        "host_name", "open_files", "gpu", "ray", "hub", "sandbox", "shared",
     }  # fmt: skip
 
 
@@ -67,9 +69,11 @@ def test_a_finding_is_a_line_and_what_to_do_another(
     [
         ("deadlin=3", "no such key; did you mean 'deadline'?"),
         ("deadline=0", "deadline"),
+        ("hosts=2", "hosts=2 is how many hosts of a cluster have to be there; give cluster=auto as well, or HOST:PORT"),
+        ("hosts=0 cluster=auto", "hosts is 0; give how many hosts have to be there, 1 at least"),
         ("--verbose", "options are written key=value"),
     ],
 )
 def test_a_mistake_in_the_command_is_status_2(given: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", given]) == 2
+    assert main(["doctor", *given.split()]) == 2
     assert said in capsys.readouterr().err

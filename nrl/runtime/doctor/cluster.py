@@ -1,37 +1,48 @@
 """The doctor of a Ray cluster: asks every host, compares them, and lets each two of them meet."""
 
+import contextlib
+import functools
 import random
 import shlex
 import socket
+import sys
 import time
 import uuid
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import attrs
 
-from nrl.errors import PlacementError
+from nrl.errors import NrlError, PlacementError
 from nrl.files import arrives
 from nrl.log import error_text, wait_until
 from nrl.runtime.clusters import cluster as entered
 from nrl.runtime.doctor.comparing import clock, differences, rounds, slots, way
 from nrl.runtime.doctor.findings import Finding, failed, note, ok, warning
 from nrl.runtime.doctor.hardware import HARDWARE, host_name
+from nrl.runtime.doctor.installation import environments_judged, torch_judged, torch_to_come, uv_judged
+from nrl.runtime.doctor.surroundings import hub_judged, sandbox_judged, unwritable
+from nrl.runtime.doctor.there import look, look_at_torch
+from nrl.runtime.executables.recipes import recipe
+from nrl.runtime.executables.registry import EXECUTABLES
+from nrl.runtime.node.environments import Recipe
 from nrl.runtime.node.machine import Facts, facts
 from nrl.runtime.node.meeting import Meeting
 from nrl.runtime.node.probe import Probe
 from nrl.runtime.ports import NRL_PORTS, ports
-from nrl.runtime.ray.nodes import by_value
+from nrl.runtime.ray.nodes import by_value, on_node
 from nrl.runtime.ray.sockets import interface_of
 
-__all__ = ["hosts"]
+__all__ = ["hosts", "judged"]
 
 _SILENCE = 3.0  # seconds before a line says what is waited for
 _QUESTIONS = 8  # to a clock
 _PATIENCE = 3.0  # seconds for a file to arrive from another host
 _CONNECTING = 5.0  # seconds for a port to answer
+_GLANCE = 0.5  # seconds between two looks who has come
+_LATE = "no answer within"  # how it begins if somebody may only be slow
 _HEAD = "`ray status` on the head says whether it runs; see docs/clusters.md"
 _FIREWALL = (
     "let a firewall pass TCP between the hosts at the ports that systems pick: those of net.ipv4.ip_local_port_range, "
@@ -48,7 +59,7 @@ class _Host(NamedTuple):
     probe: Any
 
 
-def hosts(address: str, shared: str | None, size: int, limit: float) -> Iterator[Finding]:
+def hosts(address: str, shared: str | None, size: int, limit: float, expected: int | None = None) -> Iterator[Finding]:
     """What is found on all hosts of a Ray cluster, and between them.
 
     Args:
@@ -56,6 +67,7 @@ def hosts(address: str, shared: str | None, size: int, limit: float) -> Iterator
         shared: a folder that all should see; None: nobody looks.
         size: bytes that two hosts send each other.
         limit: seconds for each step.
+        expected: how many hosts have to be there; those that are late are waited for. None: whoever is there.
     """
     began = time.monotonic()
     try:
@@ -64,16 +76,45 @@ def hosts(address: str, shared: str | None, size: int, limit: float) -> Iterator
 
             took = f"; to {'start' if address == 'ray' else 'join'} it took {time.monotonic() - began:.1f} s"
             try:
+                come = [] if expected is None else [_come(expected, limit)]
                 there = _hosts()
                 where = ray.get_runtime_context().gcs_address
                 said = f"Ray {ray.__version__} at {where}, {len(there)} host(s){took}"
                 yield ok("cluster", said, address=where, version=ray.__version__, hosts=list(there))
+                yield from come
                 yield from _lost()
                 yield from _asked(there, shared, size, limit)
             except ray.exceptions.RayError as error:  # the head is gone again
                 yield failed("cluster", _reason(error), _HEAD)
     except PlacementError as error:
         yield failed("cluster", str(error), _HEAD)
+
+
+def _come(expected: int, limit: float) -> Finding:
+    """Wait for hosts that are late, and say how many have come."""
+
+    def came(seconds: float) -> bool:
+        until = time.monotonic() + seconds
+        while len(_nodes(True)) < expected:
+            if time.monotonic() >= until:
+                return False
+            time.sleep(min(_GLANCE, seconds))
+        return True
+
+    def told(waited: float) -> str:
+        return f"doctor: {len(_nodes(True))} of {expected} hosts have come, {waited:.0f} s so far"
+
+    all_of_them = wait_until(came, limit, told, silence=_SILENCE)
+    there = sorted(str(each["NodeManagerHostname"]) for each in _nodes(True))
+    said = f"{len(there)} of {expected} have come"
+    values = {"expected": expected, "come": there}
+    if all_of_them:
+        return ok("hosts", said, **values)
+    more = (
+        "look at what `ray start` said on those that are missing, and whether they reach the head's port; deadline= "
+        f"waits longer ({limit:g} s now)"
+    )
+    return failed("hosts", f"{said} within {limit:g} s: {', '.join(there)}", more, **values)
 
 
 def _hosts() -> dict[str, _Host]:
@@ -118,17 +159,32 @@ def _asked(there: dict[str, _Host], shared: str | None, size: int, limit: float)
 
     own, this = facts(), ray.get_runtime_context().get_node_id()
     asked = {name: host.probe.facts.remote(ray.__version__) for name, host in there.items()}
+    looking = {
+        name: on_node(host.node, look, ray.__version__, tuple(EXECUTABLES))
+        for name, host in there.items()
+        if host.node != this  # whose own checks have been shown
+    }
     answers, silent = _answers("what each host is", asked, limit)
     for name, error in silent.items():
         more = "is it on, and its cable in? Ray takes up to 65 s to notice. Else read Ray's logs there, start it again"
+        more += f"; a busy one needs a longer deadline= ({limit:g} s now)" if _late(error) else ""
         yield attrs.evolve(failed("host", f"{there.pop(name).address}: {error}", more), host=name)
+    looks, unseen = _answers("what is installed on each host", {n: looking[n] for n in answers if n in looking}, limit)
+    build = functools.cache(lambda: look_at_torch(sys.executable, False))
+    made = functools.cache(recipe)
     for name, each in answers.items():
         yield from slots(name, each, there[name].resources)
-        if there[name].node != this:  # whose own checks have been shown
+        if there[name].node != this:
             for check in HARDWARE:
                 if check is host_name:  # which matters between hosts, and is told there
                     continue
                 yield from (attrs.evolve(finding, host=name) for finding in check(each))
+        if name in looks:
+            found = judged(looks[name], each, ray.__version__, made, build)
+            yield from (attrs.evolve(finding, host=name) for finding in found)
+        if name in unseen:
+            less = f"uv, environments, hub, sandbox and torch are not known: {unseen[name]}"
+            yield attrs.evolve(_unknown("installation", less, unseen[name], limit), host=name)
     yield from differences(answers, own)
     for name in answers:
         if there[name].node != this:
@@ -145,6 +201,57 @@ def _asked(there: dict[str, _Host], shared: str | None, size: int, limit: float)
         yield from _meetings("nccl", having, answers, reached, size, limit)
 
 
+def judged(
+    looked: Mapping[str, Mapping[str, Any]],
+    machine: Facts,
+    ray: str,
+    made: Callable[[str], Recipe],
+    build: Callable[[], Mapping[str, Any]],
+) -> Iterator[Finding]:
+    """What a look at another host means.
+
+    Args:
+        looked: what `nrl.runtime.doctor.there.look` has seen there.
+        machine: what the host is.
+        ray: the version of Ray that a Python with torch should have.
+        made: what the environment of an executable should be.
+        build: `look_at_torch` of the program, for hosts whose environments are still to be built.
+    """
+    lock: Mapping[str, Any] = {}
+    with contextlib.suppress(NrlError):  # which was told of this host
+        lock = made("base").inventory["packages"]
+    uv = uv_judged(looked["uv"], lock.get("uv", {}).get("version"))
+    if uv.level == "failed" and looked["environments"].get("whole"):
+        uv = warning("uv", uv.found, f"{uv.todo}; those that are there do without")
+    yield uv
+    torch, gpus = looked["torch"], machine["gpus"]
+    judges: dict[str, Callable[[], Iterable[Finding]]] = {
+        "environments": lambda: environments_judged(looked["environments"], made),
+        "hub": lambda: [hub_judged(looked["hub"])],
+        "sandbox": lambda: [sandbox_judged(looked["sandbox"])],
+    }
+    for name, judge in judges.items():
+        if "error" in looked[name]:
+            yield failed(name, f"the look itself failed: {looked[name]['error']}", "report it, with the whole line")
+        else:
+            yield from judge()
+    if torch.get("python", "") is None:
+        yield torch_to_come(gpus, build(), ray)
+    else:
+        yield from torch_judged(torch, gpus)
+
+
+def _late(why: str) -> bool:
+    return why.startswith(_LATE)
+
+
+def _unknown(check: str, less: str, why: str, limit: float) -> Finding:
+    """What has not been answered: not known of who is late, else a failure."""
+    if _late(why):
+        return warning(check, less, f"deadline= waits longer ({limit:g} s now): that host, or this one, is busy")
+    return failed(check, less, "look at Ray's logs there")
+
+
 def _answers[K](what: str, asked: Mapping[K, Any], limit: float) -> tuple[dict[K, Any], dict[K, str]]:
     """What came of calls, by their names, and why nothing came of the others."""
     import ray
@@ -159,7 +266,7 @@ def _answers[K](what: str, asked: Mapping[K, Any], limit: float) -> tuple[dict[K
         try:
             found[name] = ray.get(ref, timeout=0)
         except ray.exceptions.GetTimeoutError:
-            silent[name] = f"no answer within {limit:g} s"
+            silent[name] = f"{_LATE} {limit:g} s"
         except ray.exceptions.RayError as error:
             silent[name] = _reason(error)
     return found, silent
@@ -180,7 +287,9 @@ def _clock(name: str, probe: Any, limit: float) -> Finding:
         try:
             said = ray.get(probe.time.remote(), timeout=limit)
         except ray.exceptions.RayError as error:
-            return attrs.evolve(failed("clock", _reason(error), "look at Ray's logs there"), host=name)
+            late = isinstance(error, ray.exceptions.GetTimeoutError)
+            why = f"{_LATE} {limit:g} s" if late else _reason(error)
+            return attrs.evolve(_unknown("clock", why, why, limit), host=name)
         got = time.time()
         seen.append(((got - sent) / 2, said - (sent + got) / 2))
     uncertain, offset = min(seen)
@@ -195,11 +304,8 @@ def _shared(there: Mapping[str, _Host], shared: str | None, limit: float) -> Ite
         return
     folder, mark = Path(shared).expanduser().absolute(), f".doctor-{uuid.uuid4().hex}"
     where = "a disk that all hosts mount by the same path (NFS, Lustre, ...), for `out=` and checkpoints"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / mark).write_bytes(b"")
-    except OSError as error:
-        yield failed("shared", f"this host cannot write {folder} ({error.strerror})", f"give {where}")
+    if wrong_here := unwritable(folder, mark):
+        yield attrs.evolve(wrong_here, host=socket.gethostname())
         return
     try:
         asked = {name: host.probe.sees.remote(str(folder), mark, name) for name, host in there.items()}
@@ -210,7 +316,8 @@ def _shared(there: Mapping[str, _Host], shared: str | None, limit: float) -> Ite
                 wrong[name] = "writes what does not arrive here"
         for name, why in wrong.items():
             less = f"{folder} on {socket.gethostname()} is not the same there: it {why}"
-            yield attrs.evolve(failed("shared", less, f"use {where}"), host=name)
+            late = f"; a busy host needs a longer deadline= ({limit:g} s now)" if _late(why) else ""
+            yield attrs.evolve(failed("shared", less, f"use {where}{late}"), host=name)
         if not wrong:
             yield ok("shared", f"all hosts see {folder} and write there", path=str(folder))
     finally:
@@ -294,9 +401,9 @@ def _meetings(
         begun, dead = _answers(f"{backend}: torch is imported", importing, limit)
         for name, why in dead.items():
             less = f"a process with torch does not start: {why}"
-            busy = warning(backend, less, "ask again when a GPU is free: programs that run have all of them")
-            dumb = failed(backend, less, "look at Ray's logs there")
-            yield attrs.evolve(busy if backend == "nccl" else dumb, host=name)
+            busy = "ask again when a GPU is free: programs that run have all of them; or with a longer deadline="
+            dumb = warning(backend, less, busy) if backend == "nccl" else _unknown(backend, less, why, limit)
+            yield attrs.evolve(dumb, host=name)
         for some in rounds(list(begun)):
             met = [pair for pair in some if pair in pairs or pair[::-1] in pairs]
             yield from _round(backend, met, there, actors, size, limit)
@@ -328,6 +435,7 @@ def _round(
             yield way(backend, pair, both)
             continue
         why = closed.get(name) or next(text for rank in (1, 0) if (text := wrong.get((name, rank))))
-        more = f"set {backend.upper()}_SOCKET_IFNAME on both before `ray start`, to the interface that has {{}}"
         addresses = " and ".join(there[each].address for each in pair)
-        yield failed(backend, f"{name} do not meet: {why}", more.format(addresses), hosts=list(pair))
+        more = f"set {backend.upper()}_SOCKET_IFNAME on both before `ray start`, to the interface that has {addresses}"
+        more += f"; busy hosts need a longer deadline= ({limit:g} s now)" if _late(why) else ""
+        yield failed(backend, f"{name} do not meet: {why}", more, hosts=list(pair))

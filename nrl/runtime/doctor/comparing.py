@@ -15,6 +15,7 @@ _CLOCK = 0.5  # seconds
 _SLOW = 1e8  # bytes a second
 _FAR = 5e-3  # seconds
 _LOPSIDED = 4  # how much faster one way is than the other
+_COMPARED = ("Python", *PACKAGES, "lock", "platform", "cores", "memory", "GPUs")
 _SAME = "install the same on all hosts (one image, or `uv sync --locked` on each)"
 
 
@@ -25,58 +26,71 @@ def differences(hosts: Mapping[str, Facts], own: Facts) -> Iterator[Finding]:
         hosts: what each of them is, by its name.
         own: what the host of the program is, with which they are compared.
     """
-    found = list(_differing(hosts, own))
-    yield from found
-    if len(hosts) > 1 and not found:
-        names = ", ".join(PACKAGES)
-        yield ok("hosts", f"all {len(hosts)} have the same Python, {names}, lock, cores, memory and GPUs")
+    differing = set[str]()
+    for what, finding in (*_differing(hosts, own), *_kinds_of_gpus(hosts)):
+        differing.add(what)
+        yield finding
+    if len(hosts) < 2:
+        return
+    without = sorted(host for host, facts in hosts.items() if facts["lock"] is None)
+    unknown = {"lock"} if without or own["lock"] is None else set()
+    same = [each for each in _COMPARED if each not in differing | unknown]
+    if same:
+        more = "" if not unknown else f"; locks were not compared: {', '.join(without) or 'this host'} has none"
+        yield ok("hosts", f"all {len(hosts)} have the same {', '.join(same)}{more}", same=same)
+    yield from _names(hosts)
 
 
-def _differing(hosts: Mapping[str, Facts], own: Facts) -> Iterator[Finding]:
+def _differing(hosts: Mapping[str, Facts], own: Facts) -> Iterator[tuple[str, Finding]]:
+    """What differs from the program's host, each with its name in `_COMPARED`."""
     for host, facts in hosts.items():
         here = _python(own), _python(facts)
         if here[0] != here[1]:
-            yield _at(host, failed("hosts", f"Python {facts['python']}; the program's is {own['python']}", _SAME))
+            less = f"Python {facts['python']}; the program's is {own['python']}"
+            yield "Python", _at(host, failed("hosts", less, _SAME))
         elif facts["python"] != own["python"]:
             less = f"Python {facts['python']}; the program's is {own['python']}, with which environments are built"
-            yield _at(host, warning("hosts", less, _SAME))
+            yield "Python", _at(host, warning("hosts", less, _SAME))
         for name in PACKAGES:
             theirs, ours = facts["packages"][name], own["packages"][name]
             if theirs == ours:
                 continue
             less = f"{name} {theirs or 'is not installed'}; the program has {ours or 'none'}"
             if name == "ray":
-                yield _at(host, failed("hosts", less, _SAME))
+                yield name, _at(host, failed("hosts", less, _SAME))
             elif theirs is None:
                 built = "only executable='system' needs it: others are built on each host from the program's lock"
-                yield _at(host, note("hosts", less, built))
+                yield name, _at(host, note("hosts", less, built))
             else:
                 built = f"{_SAME}, or do not use executable='system': others are built from the program's lock"
-                yield _at(host, warning("hosts", less, built))
+                yield name, _at(host, warning("hosts", less, built))
         theirs, ours = facts["lock"], own["lock"]
         if theirs is not None and ours is not None and theirs["digest"] != ours["digest"]:
             less = f"{theirs['path']} differs from the program's {ours['path']}"
             built = "programs that start there use that lock; those that start here build environments from this one"
-            yield _at(host, warning("hosts", less, f"check out one commit on all hosts: {built}"))
+            yield "lock", _at(host, warning("hosts", less, f"check out one commit on all hosts: {built}"))
         if facts["platform"] != own["platform"]:
             less = f"it is {facts['platform']}, the program's host {own['platform']}"
-            yield _at(host, failed("hosts", less, "use hosts of one kind: environments are built for one platform"))
+            more = "use hosts of one kind: environments are built for one platform"
+            yield "platform", _at(host, failed("hosts", less, more))
         if facts["cores"]["usable"] != own["cores"]["usable"]:
             less = f"{facts['cores']['usable']} cores; the program's host has {own['cores']['usable']}"
-            yield _at(host, note("hosts", less, "the slowest process sets the pace of a mesh"))
+            yield "cores", _at(host, note("hosts", less, "the slowest process sets the pace of a mesh"))
         theirs, ours = facts["memory"]["total"], own["memory"]["total"]
         if theirs and ours and not 0.9 < theirs / ours < 1.1:
-            yield _at(host, note("hosts", f"{gib(theirs)} of memory; the program's host has {gib(ours)}"))
-    yield from _kinds_of_gpus(hosts)
-    if len(hosts) > 1:
-        for host, facts in hosts.items():
-            if leads_home(facts["addresses"]):
-                less = f"its own name stands for {', '.join(facts['addresses'])}, where other hosts do not find it"
-                more = "give its name its own address in /etc/hosts; nrl chooses the interface that Ray's address has, "
-                yield _at(host, warning("host_name", less, f"{more}other programs over gloo need GLOO_SOCKET_IFNAME"))
+            yield "memory", _at(host, note("hosts", f"{gib(theirs)} of memory; the program's host has {gib(ours)}"))
 
 
-def _kinds_of_gpus(hosts: Mapping[str, Facts]) -> Iterator[Finding]:
+def _names(hosts: Mapping[str, Facts]) -> Iterator[Finding]:
+    """Hosts whose own name leads nobody else to them."""
+    for host, facts in hosts.items():
+        if leads_home(facts["addresses"]):
+            less = f"its own name stands for {', '.join(facts['addresses'])}, where other hosts do not find it"
+            more = "give its name its own address in /etc/hosts; nrl chooses the interface that Ray's address has, "
+            yield _at(host, warning("host_name", less, f"{more}other programs over gloo need GLOO_SOCKET_IFNAME"))
+
+
+def _kinds_of_gpus(hosts: Mapping[str, Facts]) -> Iterator[tuple[str, Finding]]:
     """GPUs are compared among the hosts that have some: a program may run on one that has none."""
     kinds = {host: (facts["gpus"] or {}) for host, facts in hosts.items()}
     having = {host: each for host, each in kinds.items() if each.get("devices")}
@@ -85,10 +99,10 @@ def _kinds_of_gpus(hosts: Mapping[str, Facts]) -> Iterator[Finding]:
         names = [sorted({device["name"] for device in some["devices"]}) for some in (first[1], each)]
         if names[0] != names[1]:
             less = f"{', '.join(names[1])}; {first[0]} has {', '.join(names[0])}"
-            yield _at(host, warning("hosts", less, "keep a mesh on equal GPUs: the slowest sets the pace"))
+            yield "GPUs", _at(host, warning("hosts", less, "keep a mesh on equal GPUs: the slowest sets the pace"))
         if each["driver"] != first[1]["driver"]:
             less = f"NVIDIA driver {each['driver']}; {first[0]} has {first[1]['driver']}"
-            yield _at(host, note("hosts", less, "one driver everywhere makes faults easier to find"))
+            yield "GPUs", _at(host, note("hosts", less, "one driver everywhere makes faults easier to find"))
 
 
 def slots(host: str, facts: Facts, resources: Mapping[str, float]) -> Iterator[Finding]:

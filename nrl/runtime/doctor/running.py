@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from nrl.log import error_text, wait_until
-from nrl.runtime.doctor.findings import Check, Finding, failed
+from nrl.runtime.doctor.findings import Check, Finding, failed, warning
 from nrl.runtime.node.machine import Facts, facts
 from nrl.runtime.threads import Daemons
 
@@ -21,7 +21,7 @@ def findings(checks: Sequence[Check], limit: float, look: Callable[[], Facts] = 
 
     Args:
         checks: they run at once, in threads.
-        limit: seconds for all of them. One that has not ended by then has failed, and is left to itself.
+        limit: seconds for all of them. One that has not ended by then is late, a warning, and is left to itself.
         look: finds out what this machine is.
     """
     threads, until = Daemons(len(checks) + 1, name="doctor"), time.monotonic() + limit
@@ -42,13 +42,19 @@ def _all(check: Check, machine: Facts) -> list[Finding]:
 
 def _late(name: str, work: Future[Any], until: float, limit: float) -> Finding | None:
     """Wait for a check; a finding of its own if it does not end, or raises."""
-    ready = partial(_done, work)
-    if not wait_until(ready, until - time.monotonic(), lambda waited: f"doctor: looking at {name}", silence=_SILENCE):
-        return failed(
+    ready, began = partial(_done, work), time.monotonic()
+
+    def told(waited: float) -> str:
+        return f"doctor: looking at {name}, {waited:.0f} s so far"
+
+    if not wait_until(ready, until - began, told, silence=_SILENCE):
+        # Without facts nothing is known; they also look at all disks. Another check may only be slow
+        return (failed if name == "facts" else warning)(
             name,
-            f"no answer within {limit:g} s",
-            "deadline= gives more; where it hangs for ever, try `df` (a disk of another machine that is gone), "
-            "`nvidia-smi` (a driver) and `getent hosts $(hostname)` (a name server), and mend what hangs",
+            f"late: no answer within {limit:g} s, so nothing is known of it",
+            f"deadline= waits longer ({limit:g} s now), which a busy machine needs; where it hangs for ever, try `df` "
+            "(a disk of another machine that is gone), `nvidia-smi` (a driver) and `getent hosts $(hostname)` (a name "
+            "server), and mend what hangs",
         )
     if (error := work.exception()) is not None:
         return failed(name, f"the check itself failed: {error_text(error)}", "report it, with the whole line")

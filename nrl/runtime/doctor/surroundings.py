@@ -2,17 +2,18 @@
 
 import os
 import socket
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from nrl.envs.sandbox import Limits, bubblewrap
 from nrl.errors import EnvError
-from nrl.runtime.doctor.findings import Check, Finding, note, ok, warning
+from nrl.runtime.doctor.findings import Check, Finding, failed, note, ok, warning
 from nrl.runtime.doctor.there import look_at_hub
 from nrl.runtime.node.machine import Facts
 
-__all__ = ["SURROUNDINGS", "hub", "hub_judged", "ray", "sandbox"]
+__all__ = ["SURROUNDINGS", "hub", "hub_judged", "ray", "sandbox", "sandbox_judged", "shared", "unwritable"]
 
 _KNOCKING = 2.0  # seconds for an answer of what is on this machine, or near
 
@@ -83,6 +84,41 @@ def sandbox(facts: Facts) -> Iterator[Finding]:
     else:
         wrote = done.stderr.decode(errors="replace").strip()[-200:]
         yield warning("sandbox", f"a program in it fails: {done.status}, {wrote}", _user_namespaces(), works=False)
+
+
+def sandbox_judged(found: Mapping[str, Any]) -> Finding:
+    """Whether the smallest sandbox runs on a host, by `nrl.runtime.doctor.there.look` of it."""
+    if not found["why"]:
+        return ok("sandbox", "bubblewrap works", works=True)
+    more = "only environments that run programs of models need it: `apt-get install bubblewrap` where it is missing, "
+    more += "and let the user, or the container, make user namespaces; `nrl doctor` on that host says what forbids them"
+    return note("sandbox", found["why"], more, works=False)
+
+
+def unwritable(folder: Path, mark: str) -> Finding | None:
+    """Why a folder that all hosts should see is not on this one; None: the file ``mark`` has been written into it."""
+    if not folder.is_dir():
+        there = "is no folder" if folder.exists() else "does not exist"
+        more = (
+            "mend the path, or `mkdir -p` it once the common disk is mounted; it is not made for you: it might lie on "
+        )
+        return failed("shared", f"{folder} {there}", f"{more}a disk of this host alone", path=str(folder))
+    try:
+        (folder / mark).write_bytes(b"")
+    except OSError as error:
+        more = "let this user write there, or give another folder, for `out=` and checkpoints"
+        return failed("shared", f"{folder} cannot be written ({error.strerror})", more, path=str(folder))
+    return None
+
+
+def shared(folder: Path) -> Iterator[Finding]:
+    """Whether a folder that is meant for all hosts is on this one, and can be written."""
+    mark = f".doctor-{uuid.uuid4().hex}"
+    if wrong := unwritable(folder, mark):
+        yield wrong
+        return
+    (folder / mark).unlink(missing_ok=True)
+    yield ok("shared", f"{folder} can be written; whether other hosts see it, cluster= finds out", path=str(folder))
 
 
 def _user_namespaces() -> str:

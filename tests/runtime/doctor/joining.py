@@ -3,6 +3,7 @@
 `tests/runtime/ray/test_apart.py` runs it, in a process that has joined no cluster of Ray yet.
 """
 
+import functools
 import json
 import socket
 import stat
@@ -42,14 +43,22 @@ def test_all_hosts_are_asked_compared_and_meet(address: str, tmp_path: Path, mon
     monkeypatch.setenv("NRL_PORTS", "21000-21999")
     with_torch = {"python_with_torch": str(other)}
     monkeypatch.setattr(Probe, "facts", lambda self, ray: {**facts(), **with_torch})
-    found = list(cluster.hosts(address, str(tmp_path / "shared"), 1 << 20, 200))
+    (tmp_path / "shared").mkdir()
+    found = list(cluster.hosts(address, str(tmp_path / "shared"), 1 << 20, 200, expected=2))
     by = {each.check: each for each in found}
     assert (by["cluster"].level, by["cluster"].values["address"]) == ("ok", address)
     names = by["cluster"].values["hosts"]
     assert len(names) == 2
     assert all(name.startswith(f"{socket.gethostname()}:") for name in names)
     assert {each.host for each in found if each.check == "slots"} == set(names)
-    assert {"cores", "memory", "disk", "open_files"} <= {each.check for each in found if each.host in names}
+    asked = {"cores", "memory", "disk", "open_files", "uv", "environments", "hub", "sandbox", "torch"}
+    [other_one] = {each.host for each in found if each.check == "uv"}
+    assert asked <= {each.check for each in found if each.host == other_one}
+    torch = by["torch"]
+    assert (torch.level, torch.host, torch.values["python"]) == ("ok", other_one, sys.executable)
+    come, same = [each for each in found if each.check == "hosts"]
+    assert (come.level, come.found) == ("ok", "2 of 2 have come")
+    assert (same.level, "lock" in same.values["same"]) == ("ok", True)
     assert abs(by["clock"].values["offset"]) < 0.5
     assert (by["shared"].level, list((tmp_path / "shared").iterdir())) == ("ok", [])
     picked, named = [each for each in found if each.check == "ports"]
@@ -63,6 +72,17 @@ def test_all_hosts_are_asked_compared_and_meet(address: str, tmp_path: Path, mon
     assert met.values["there"]["interface"] not in ("", "lo")
     assert [each for each in found if each.level == "failed"] == []
     json.dumps([dict(each.values) for each in found])
+
+
+_come = cluster._come
+
+
+def come_within(seconds: float, expected: int, limit: float) -> Finding:
+    return _come(expected, seconds)
+
+
+def nobody_meets(*args: object) -> Iterator[Finding]:
+    yield from ()
 
 
 def nowhere(address: str) -> str:
@@ -114,6 +134,24 @@ def test_ports_that_are_closed_are_told_by_host(address: str, tmp_path: Path, mo
     [(level, _, said, _)] = wrong(found, "gloo")
     assert (level, "a port is closed between them" in said) == ("note", True)
     assert [level for level, _, _, _ in wrong(found, "shared")] == ["note"]
+
+
+@pytest.mark.timeout(600)
+def test_a_host_that_has_not_come_and_a_folder_that_is_missing_are_told(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cluster, "_SILENCE", 0.2)
+    monkeypatch.setattr(cluster, "_meetings", nobody_meets)
+    monkeypatch.setattr(cluster, "_come", functools.partial(come_within, 2.0))
+    found = list(cluster.hosts(address, str(tmp_path / "mistyped"), 1 << 20, 200, expected=3))
+    [(level, host, said, _)] = wrong(found, "shared")
+    assert (level, host, said) == ("failed", socket.gethostname(), f"{tmp_path / 'mistyped'} does not exist")
+    assert list(tmp_path.iterdir()) == []
+    (level, _, said, todo), _ = wrong(found, "hosts")
+    assert (level, said.startswith("2 of 3 have come within 2 s: ")) == ("failed", True)
+    assert "`ray start`" in todo
+    assert "deadline= waits longer (2 s now)" in todo
+    assert "doctor: 2 of 3 hosts have come, " in capsys.readouterr().err
 
 
 def test_where_no_cluster_is_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,14 +1,26 @@
 """The doctor of a cluster, as far as it joins none; `joining.py` has the rest."""
 
+import json
+import os
+import shutil
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
+import cloudpickle
+import filelock
 import pytest
 
 from nrl.command.cli import main
-from nrl.runtime.doctor import cluster
+from nrl.errors import ExecutableError
+from nrl.runtime import node
+from nrl.runtime.doctor import cluster, there
+from nrl.runtime.doctor.findings import Finding
 from nrl.runtime.node.probe import Probe, answer
 
 
@@ -79,6 +91,107 @@ def test_a_node_that_ray_has_lost_is_told_unless_it_is_back(monkeypatch: pytest.
     monkeypatch.setattr(cluster, "_nodes", lambda alive: [each for each in nodes if each["Alive"] == alive])
     [lost] = cluster._lost()
     assert (lost.level, lost.host, lost.found) == ("warning", "b", "Ray has lost it (10.0.0.b)")
+
+
+def test_hosts_that_are_late_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    began = time.monotonic()
+
+    def nodes(alive: bool) -> list[dict[str, Any]]:
+        return [{"NodeManagerHostname": name} for name in ("b", "a")[: 1 + (time.monotonic() - began > 0.5)]]
+
+    monkeypatch.setattr(cluster, "_nodes", nodes)
+    monkeypatch.setattr(cluster, "_SILENCE", 0.2)
+    monkeypatch.setattr(cluster, "_GLANCE", 0.1)
+    come = cluster._come(2, 60.0)
+    assert (come.level, come.found, come.values["come"]) == ("ok", "2 of 2 have come", ["a", "b"])
+    assert "doctor: 1 of 2 hosts have come, 0 s so far" in capsys.readouterr().err
+    missing = cluster._come(3, 0.3)
+    assert (missing.level, missing.found) == ("failed", "2 of 3 have come within 0.3 s: a, b")
+    assert "deadline= waits longer (0.3 s now)" in missing.todo
+
+
+GPU = {"driver": "550.54", "cuda": "12.4", "devices": [{"name": "NVIDIA A100"}] * 2, "links": [], "error": ""}
+TORCH = {"version": "2.13.0+cu130", "cuda": "13.0", "hip": None, "devices": 0, "said": [], "chosen": None}
+THERE: dict[str, Any] = {
+    "uv": {"version": "0.13.8", "command": ["uv"]},
+    "environments": {"folder": "/venvs", "writable": True, "whole": [], "begun": [], "sources": []},
+    "hub": {"home": "/hub", "token": False, "endpoint": "https://hub", "offline": [], "reached": True, "why": ""},
+    "sandbox": {"why": ""},
+    "torch": {"python": "/venvs/base-1/bin/python", **TORCH},
+}
+
+
+def unmade(name: str) -> Any:
+    raise ExecutableError(f"no lock for {name}")
+
+
+def seen(gpus: Any, **looked: Any) -> dict[str, Finding]:
+    found = cluster.judged({**THERE, **looked}, {"gpus": gpus}, "2.60.0", unmade, lambda: TORCH)
+    return {each.check: each for each in found}
+
+
+def test_what_is_installed_on_another_host_is_judged_here() -> None:
+    assert {name: each.level for name, each in seen(None).items()} == {
+        "uv": "ok", "environments": "note", "hub": "ok", "sandbox": "ok", "torch": "ok",
+    }  # fmt: skip
+    old = seen(GPU)["torch"]
+    assert old.level == "failed"
+    assert "driver 550.54 runs CUDA 12.4 at most, so torch sees none of 2" in old.found
+    none = seen(GPU, torch={"python": None})["torch"]
+    assert none.level == "failed"
+    assert "no Python here has torch and Ray 2.60.0; the program's is built for CUDA 13.0" in none.found
+    assert "a driver for CUDA 13.0" in none.todo
+    broken = seen(None, hub={"error": "OSError: gone"}, torch={"python": "/x", "error": "libcudart"})
+    assert (broken["hub"].level, broken["hub"].found) == ("failed", "the look itself failed: OSError: gone")
+    assert (broken["torch"].level, broken["torch"].found) == ("failed", "it cannot be imported: libcudart")
+
+
+def test_a_host_without_uv_has_failed_unless_an_environment_is_there() -> None:
+    less = {"error": "none that runs"}
+    assert seen(None, uv=less)["uv"].level == "failed"
+    whole = {"name": "base-1", "executable": "base", "built": "", "wrong": []}
+    found = seen(None, uv=less, environments={**THERE["environments"], "whole": [whole]})
+    assert (found["uv"].level, found["environments"].found) == ("warning", "base: no lock for base")
+    assert "those that are there do without" in found["uv"].todo
+
+
+def test_what_is_late_is_not_known_and_what_is_broken_has_failed() -> None:
+    late = cluster._unknown("gloo", "not known", "no answer within 10 s", 10.0)
+    assert (late.level, late.todo.partition(":")[0]) == ("warning", "deadline= waits longer (10 s now)")
+    broken = cluster._unknown("gloo", "not known", "ModuleNotFoundError: torch", 10.0)
+    assert (broken.level, broken.todo) == ("failed", "look at Ray's logs there")
+
+
+def test_a_look_travels_to_a_python_that_has_no_nrl(tmp_path: Path) -> None:
+    for module in (node, there):
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        (tmp_path / "shipped").write_bytes(cloudpickle.dumps(there.look))
+    finally:
+        for module in (node, there):
+            cloudpickle.unregister_pickle_by_value(module)
+    (tmp_path / "site").mkdir()
+    for package in (cloudpickle, filelock):
+        shutil.copytree(Path(str(package.__file__)).parent, tmp_path / "site" / package.__name__)
+    program = (
+        f"import json, pickle, sys; sys.path.insert(0, {str(tmp_path / 'site')!r})\n"
+        "import importlib.util; assert importlib.util.find_spec('nrl') is None\n"
+        f"look = pickle.load(open({str(tmp_path / 'shipped')!r}, 'rb'))\n"
+        "print(json.dumps(look('2.60.0', ('base',))))"
+    )
+    base = Path(getattr(sys, "_base_executable", sys.executable)).resolve()
+    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([base, "-I", "-c", program], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found.keys() == THERE.keys()
+    folder = f"{tmp_path}/.cache/nrl/venvs"
+    assert found["environments"] == {**THERE["environments"], "folder": folder, "writable": False}
+    assert "error" not in found["sandbox"]
+    assert found["torch"] == {"python": None}
+    assert found["hub"]["offline"] == ["HF_HUB_OFFLINE"]
 
 
 def test_a_cluster_that_is_gone_after_it_was_joined_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,8 @@ HOST: Facts = {
     "gpus": GPUS,
 }
 
+SAME = ["Python", *PACKAGES, "lock", "platform", "cores", "memory", "GPUs"]
+
 
 def compared(change: Callable[[Facts], object]) -> list[Finding]:
     other = copy.deepcopy(HOST)
@@ -34,39 +36,56 @@ def compared(change: Callable[[Facts], object]) -> list[Finding]:
 def test_equal_hosts_are_one_line() -> None:
     [same] = compared(lambda facts: None)
     assert (same.level, same.host) == ("ok", "")
-    assert same.found.startswith("all 2 have the same Python, nrl, ray, ")
+    assert same.found == f"all 2 have the same {', '.join(SAME)}"
     assert list(differences({"a": HOST}, HOST)) == []
 
 
 @pytest.mark.parametrize(
-    ("change", "level", "said"),
+    ("change", "level", "said", "differing"),
     [
-        ({"python": "3.11.4"}, "failed", "Python 3.11.4; the program's is 3.12.4"),
-        ({"python": "3.12.1"}, "warning", "Python 3.12.1; the program's is 3.12.4, with which environments"),
-        ({"packages": {**HOST["packages"], "ray": "2.9"}}, "failed", "ray 2.9; the program has 1.0"),
-        ({"packages": {**HOST["packages"], "torch": "2.9"}}, "warning", "torch 2.9; the program has 1.0"),
-        ({"packages": {**HOST["packages"], "nrl": None}}, "note", "nrl is not installed; the program has 1.0"),
-        ({"lock": {"path": "/old/uv.lock", "digest": "bb"}}, "warning", "/old/uv.lock differs from the program's /nrl"),
-        ({"platform": "linux-aarch64"}, "failed", "it is linux-aarch64, the program's host linux-x86_64"),
+        ({"python": "3.11.4"}, "failed", "Python 3.11.4; the program's is 3.12.4", "Python"),
+        ({"python": "3.12.1"}, "warning", "Python 3.12.1; the program's is 3.12.4, with which environments", "Python"),
+        ({"packages": {**HOST["packages"], "ray": "2.9"}}, "failed", "ray 2.9; the program has 1.0", "ray"),
+        ({"packages": {**HOST["packages"], "torch": "2.9"}}, "warning", "torch 2.9; the program has 1.0", "torch"),
+        ({"packages": {**HOST["packages"], "nrl": None}}, "note", "nrl is not installed; the program has 1.0", "nrl"),
+        (
+            {"lock": {"path": "/old/uv.lock", "digest": "bb"}},
+            "warning",
+            "/old/uv.lock differs from the program's",
+            "lock",
+        ),
+        ({"platform": "linux-aarch64"}, "failed", "it is linux-aarch64, the program's host linux-x86_64", "platform"),
         (
             {"cores": {"machine": 8, "allowed": 8, "quota": 4.0, "usable": 4}},
             "note",
             "4 cores; the program's host has 8",
+            "cores",
         ),
-        ({"memory": {"total": 32 * GIB}}, "note", "32 GiB of memory; the program's host has 64 GiB"),
-        ({"addresses": ["127.0.1.1"]}, "warning", "its own name stands for 127.0.1.1"),
-        ({"gpus": {**GPUS, "driver": "550.2"}}, "note", "NVIDIA driver 550.2; a has 580.1"),
-        ({"gpus": {**GPUS, "devices": [{"name": "NVIDIA L4"}]}}, "warning", "NVIDIA L4; a has NVIDIA H100"),
+        ({"memory": {"total": 32 * GIB}}, "note", "32 GiB of memory; the program's host has 64 GiB", "memory"),
+        ({"addresses": ["127.0.1.1"]}, "warning", "its own name stands for 127.0.1.1", ""),
+        ({"gpus": {**GPUS, "driver": "550.2"}}, "note", "NVIDIA driver 550.2; a has 580.1", "GPUs"),
+        ({"gpus": {**GPUS, "devices": [{"name": "NVIDIA L4"}]}}, "warning", "NVIDIA L4; a has NVIDIA H100", "GPUs"),
     ],
 )
-def test_what_differs_is_named_by_host(change: Mapping[str, Any], level: str, said: str) -> None:
-    [finding] = compared(lambda facts: facts.update(change))
+def test_what_differs_is_named_by_host(change: Mapping[str, Any], level: str, said: str, differing: str) -> None:
+    [[finding], [same]] = [
+        [each for each in compared(lambda facts: facts.update(change)) if (each.level == "ok") == well]
+        for well in (False, True)
+    ]
     assert (finding.level, finding.host) == (level, "b")
     assert finding.found.startswith(said)
+    assert same.values["same"] == [each for each in SAME if each != differing]
+
+
+def test_a_name_that_leads_home_does_not_hide_that_locks_are_the_same() -> None:
+    same, name = compared(lambda facts: facts.update(addresses=["127.0.1.1"]))
+    assert (same.level, "lock" in same.values["same"], name.check) == ("ok", True, "host_name")
 
 
 def test_a_host_without_gpus_does_not_differ_and_no_lock_is_no_other_lock() -> None:
-    assert [each.level for each in compared(lambda facts: facts.update(gpus=None, lock=None))] == ["ok"]
+    [same] = compared(lambda facts: facts.update(gpus=None, lock=None))
+    assert (same.level, same.values["same"]) == ("ok", [each for each in SAME if each != "lock"])
+    assert same.found.endswith("; locks were not compared: b has none")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import pytest
 from uv import find_uv_bin
 
 from nrl.errors import ExecutableError
-from nrl.runtime.doctor import installation, surroundings
+from nrl.runtime.doctor import installation, surroundings, there
 from nrl.runtime.doctor.findings import Check, Finding, note, ok
 from nrl.runtime.doctor.running import findings
 from nrl.runtime.doctor.there import look_at_torch, wrong_packages
@@ -245,19 +245,19 @@ def test_environments_that_are_stale_damaged_or_half_built(
 def test_environments_that_cannot_be_written_and_lack_the_source_or_whose_lock_cannot_be_read() -> None:
     made = SimpleNamespace(name="base-1", sources=["nrl-0.1.0-aa"], inventory={})
     whole = {"name": "base-1", "executable": "base", "built": "", "wrong": []}
-    there = {"folder": "/image", "writable": False, "whole": [whole], "begun": [], "sources": ["nrl-0.1.0-bb"]}
+    image = {"folder": "/image", "writable": False, "whole": [whole], "begun": [], "sources": ["nrl-0.1.0-bb"]}
     judged = installation.environments_judged
-    [lacking] = judged(there, lambda name: made)  # type: ignore[arg-type,return-value]
+    [lacking] = judged(image, lambda name: made)  # type: ignore[arg-type,return-value]
     assert (lacking.level, "/image has no nrl-0.1.0-aa beside it" in lacking.found) == ("warning", True)
     assert "set NRL_VENV_DIR" in lacking.todo
     for change in ({"writable": True}, {"sources": ["nrl-0.1.0-aa"]}):
-        [well] = judged({**there, **change}, lambda name: made)  # type: ignore[arg-type,return-value]
+        [well] = judged({**image, **change}, lambda name: made)  # type: ignore[arg-type,return-value]
         assert well.level == "ok"
 
     def unreadable(name: str) -> Any:
         raise ExecutableError("the lock is broken")
 
-    [broken] = judged(there, unreadable)
+    [broken] = judged(image, unreadable)
     assert (broken.level, broken.found) == ("warning", "base: the lock is broken")
 
 
@@ -354,6 +354,38 @@ def test_a_sandbox_that_works(here: Facts) -> None:
     assert [each.level for each in found(surroundings.sandbox, here)] == ["ok"]
 
 
+def test_a_folder_for_all_hosts_is_looked_at_on_one(tmp_path: Path) -> None:
+    [well] = surroundings.shared(tmp_path)
+    assert (well.level, well.values["path"], list(tmp_path.iterdir())) == ("ok", str(tmp_path), [])
+    [missing] = surroundings.shared(tmp_path / "mistyped")
+    assert (missing.level, missing.found) == ("failed", f"{tmp_path / 'mistyped'} does not exist")
+    assert "mkdir -p" in missing.todo
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    assert [each.found for each in surroundings.shared(tmp_path / "file")] == [f"{tmp_path / 'file'} is no folder"]
+    [closed] = surroundings.shared(Path("/proc"))
+    assert (closed.level, closed.found.startswith("/proc cannot be written (")) == ("failed", True)
+
+
+@pytest.mark.parametrize(("why", "level"), [("", "ok"), ("there is no bwrap", "note")])
+def test_a_sandbox_of_another_host(why: str, level: str) -> None:
+    finding = surroundings.sandbox_judged({"why": why})
+    assert (finding.level, why in finding.found) == (level, True)
+    assert ("apt-get install bubblewrap" in finding.todo) == bool(why)
+
+
+def test_the_smallest_sandbox_runs_or_says_why_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("bwrap", "prlimit", "setpriv"):
+        program(tmp_path / name, "exit 0")
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert there._look_at_sandbox() == {"why": ""}
+    program(tmp_path / "bwrap", "echo no permissions >&2; exit 1")
+    assert there._look_at_sandbox() == {"why": "no permissions"}
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "prlimit").unlink()
+    assert there._look_at_sandbox() == {"why": "there is no prlimit"}
+
+
 # --- running them
 
 
@@ -377,11 +409,23 @@ def test_checks_are_told_in_their_order_and_one_that_hangs_is_told_as_well(capsy
     some = list(findings([slow, hangs, wrong, quick], 1.0, lambda: {"host": "a"}))
     assert time.monotonic() - began < 10
     assert [(each.check, each.level) for each in some] == [
-        ("slow", "ok"), ("hangs", "failed"), ("wrong", "failed"), ("quick", "note"), ("quick", "note"),
+        ("slow", "ok"), ("hangs", "warning"), ("wrong", "failed"), ("quick", "note"), ("quick", "note"),
     ]  # fmt: skip
     assert some[0].found == "a"
-    assert "no answer within 1 s" in some[1].found
+    assert some[1].found == "late: no answer within 1 s, so nothing is known of it"
+    assert some[1].todo.startswith("deadline= waits longer (1 s now)")
     assert "KeyError" in some[2].found
+
+
+def test_a_wait_says_for_how_long(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nrl.runtime.doctor.running._SILENCE", 0.6)
+
+    def slow(machine: Facts) -> Iterator[Finding]:
+        time.sleep(0.9)
+        yield ok("slow", "")
+
+    assert [each.level for each in findings([slow], 60.0, dict)] == ["ok"]
+    assert capsys.readouterr().err == "doctor: looking at slow, 1 s so far\n"
 
 
 def test_facts_that_do_not_come_are_told() -> None:
