@@ -5,6 +5,7 @@ import functools
 import random
 import shlex
 import socket
+import subprocess
 import sys
 import time
 import uuid
@@ -32,6 +33,7 @@ from nrl.runtime.node.machine import Facts, facts
 from nrl.runtime.node.meeting import Meeting
 from nrl.runtime.node.probe import Probe
 from nrl.runtime.ports import NRL_PORTS, ports
+from nrl.runtime.ray.connection import target
 from nrl.runtime.ray.nodes import by_value, on_node
 from nrl.runtime.ray.sockets import interface_of
 
@@ -42,6 +44,7 @@ _QUESTIONS = 8  # to a clock
 _PATIENCE = 3.0  # seconds for a file to arrive from another host
 _CONNECTING = 5.0  # seconds for a port to answer
 _GLANCE = 0.5  # seconds between two looks who has come
+_GREETING = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
 _LATE = "no answer within"  # how it begins if somebody may only be slow
 _HEAD = "`ray status` on the head says whether it runs; see docs/clusters.md"
 _FIREWALL = (
@@ -70,6 +73,9 @@ def hosts(address: str, shared: str | None, size: int, limit: float, expected: i
         expected: how many hosts have to be there; those that are late are waited for. None: whoever is there.
     """
     began = time.monotonic()
+    if dumb := _says_nothing(address, limit):
+        yield failed("cluster", dumb, f"give the address of the head that `ray start --head` printed. {_HEAD}")
+        return
     try:
         with entered(address, deadline=limit):
             import ray
@@ -88,6 +94,26 @@ def hosts(address: str, shared: str | None, size: int, limit: float, expected: i
                 yield failed("cluster", _reason(error), _HEAD)
     except PlacementError as error:
         yield failed("cluster", str(error), _HEAD)
+
+
+def _says_nothing(address: str, limit: float) -> str:
+    """Why there is no head of a cluster where something listens; empty: there is one, or nothing listens.
+
+    Ray itself would try for two minutes, whatever the limit, and write a line each few seconds.
+    """
+    with contextlib.suppress(PlacementError):
+        where = target(address) or ""
+        host, _, port = where.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=limit).close()
+            subprocess.run([sys.executable, "-c", _GREETING, where], capture_output=True, timeout=limit, check=False)
+        except subprocess.TimeoutExpired:
+            return (
+                f"something listens at {where}, and is no head of a Ray cluster, or did not answer within {limit:g} s"
+            )
+        except (OSError, ValueError):
+            return ""
+    return ""
 
 
 def _come(expected: int, limit: float) -> Finding:

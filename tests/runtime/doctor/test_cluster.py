@@ -113,7 +113,7 @@ def test_hosts_that_are_late_are_waited_for(
 
 
 GPU = {"driver": "550.54", "cuda": "12.4", "devices": [{"name": "NVIDIA A100"}] * 2, "links": [], "error": ""}
-TORCH = {"version": "2.13.0+cu130", "cuda": "13.0", "hip": None, "devices": 0, "said": [], "chosen": None}
+TORCH: dict[str, Any] = {"version": "2.13", "cuda": "13.0", "hip": None, "devices": 0, "said": [], "chosen": None}
 THERE: dict[str, Any] = {
     "uv": {"version": "0.13.8", "command": ["uv"]},
     "environments": {"folder": "/venvs", "writable": True, "whole": [], "begun": [], "sources": []},
@@ -194,7 +194,23 @@ def test_a_look_travels_to_a_python_that_has_no_nrl(tmp_path: Path) -> None:
     assert found["hub"]["offline"] == ["HF_HUB_OFFLINE"]
 
 
+def test_what_listens_and_is_no_head_has_failed_in_time_and_writes_nothing(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    began = time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        where = f"127.0.0.1:{server.getsockname()[1]}"
+        [finding] = cluster.hosts(where, None, 1 << 20, 8.0)
+    assert (finding.check, finding.level) == ("cluster", "failed")
+    assert finding.found.startswith(f"something listens at {where}, and is no head of a Ray cluster")
+    assert time.monotonic() - began < 30
+    assert capfd.readouterr() == ("", "")
+    assert [cluster._says_nothing(each, 1.0) for each in (where, "ray", "auto", "ray://10.0.0.1:1")] == [""] * 4
+
+
 def test_a_cluster_that_is_gone_after_it_was_joined_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "_says_nothing", lambda address, limit: "")
     monkeypatch.setattr(cluster, "entered", lambda address, deadline: nullcontext())
     [finding] = cluster.hosts("10.0.0.1:6379", None, 1 << 20, 20)
     assert (finding.check, finding.level) == ("cluster", "failed")
