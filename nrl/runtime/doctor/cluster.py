@@ -105,7 +105,7 @@ def _says_nothing(address: str, limit: float) -> str:
         where = target(address) or ""
         host, _, port = where.rpartition(":")
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=limit).close()
+            socket.create_connection((host.strip("[]"), int(port)), timeout=min(limit, _CONNECTING)).close()
             subprocess.run([sys.executable, "-c", _GREETING, where], capture_output=True, timeout=limit, check=False)
         except subprocess.TimeoutExpired:
             return (
