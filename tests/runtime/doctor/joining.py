@@ -28,7 +28,10 @@ def address() -> Iterator[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")
-        made = Cluster(initialize_head=True, connect=False, head_node_args={"num_cpus": 1})
+        with socket.create_server(("127.0.0.1", 0)) as free:  # another cluster on this machine may have the usual one
+            dashboard = free.getsockname()[1]
+        head = {"num_cpus": 1, "dashboard_port": dashboard}
+        made = Cluster(initialize_head=True, connect=False, head_node_args=head)
         made.add_node(num_cpus=1)
         yield made.address
         made.shutdown()
