@@ -588,7 +588,7 @@ def test_two_at_once_are_refused(here: Path, model: str, capsys: pytest.CaptureF
             ["tasks.jsonl", "out=."],
             "nrl: eval: out=. holds something else than an evaluation (digits.py, guess.py, tasks",
         ),
-        (["tasks.jsonl", "model=./gone"], "nrl: Model: the tokenizer of './gone': there is no such folder; give a"),
+        (["tasks.jsonl", "model=./gone"], "nrl: Model: the tokenizer of './gone': there is no such folder on host "),
         (["tasks.jsonl", "model=gone/gone"], "neither a folder here nor a tokenizer that the Hugging Face hub gives"),
         ([], "nrl: eval: number has no end; say how many tasks, such as limit=256"),
     ],

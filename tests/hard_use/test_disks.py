@@ -18,10 +18,10 @@ import torch
 import nrl
 from nrl import checkpoint, tiny
 from nrl.algos import sft_loss
-from nrl.backends import adamw, fsdp
+from nrl.backends import Model, adamw, fsdp
 from nrl.batch import Batch
 from nrl.checkpoint import Checkpoints
-from nrl.errors import CheckpointError
+from nrl.errors import CheckpointError, ModelError
 from nrl.stream import counting
 from tests.children import server
 from tests.processes import settled
@@ -131,6 +131,15 @@ def tries_everything(address: str, say: Callable[[Any], None], shared: Path, pri
             files = sorted((private / f"model{number}").iterdir())
             found.append([(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in files])
         say(found)
+        missing = []
+        for number in range(2):  # only one of the two has the model
+            mesh = slots[number : number + 1].mesh(executable="system", name=f"reader{number}")
+            try:
+                reader = fsdp.trainer(mesh, Model(str(private / "model0")), adamw(lr=1e-3))
+                reader.train_step(sft_loss)(reader.init(), rows(0))[1].result()
+            except ModelError as error:
+                missing.append(str(error))
+        say(missing)
 
 
 def alive(cluster: Any) -> list[bool]:
@@ -145,7 +154,7 @@ def test_a_node_without_the_disk_of_the_run(tmp_path: Path, monkeypatch: pytest.
     shared.mkdir()
     private.mkdir()
     with two_nodes(private) as address:
-        written, restored, saved, steps, raw, left, halved, step, exports = run_on(
+        written, restored, saved, steps, raw, left, halved, step, exports, missing = run_on(
             address, tries_everything, shared, private
         )
     assert written == ["00001-of-00002.safetensors", "00002-of-00002.safetensors", "model"]
@@ -161,3 +170,5 @@ def test_a_node_without_the_disk_of_the_run(tmp_path: Path, monkeypatch: pytest.
     near, far = exports  # that of the other host is written here, too
     assert near == far
     assert len(near) > 1
+    assert len(missing) == 1
+    assert f"model0'): there is no such folder on host {FAR}; give a folder" in missing[0]

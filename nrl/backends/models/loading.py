@@ -4,6 +4,7 @@ Imports transformers inside its functions, so that importing a backend stays che
 """
 
 import contextlib
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -240,7 +241,8 @@ def _reason(source: Any, error: Exception, wanted: str) -> str:
         )
     if isinstance(source, str) and (source.startswith((".", "/", "~")) or Path(source).exists()):
         if not Path(source).exists():
-            return "there is no such folder; give a folder with config.json and weights, a hub name, or a config"
+            here = f"there is no such folder on host {socket.gethostname()}"
+            return f"{here}; give a folder with config.json and weights, a hub name, or a config"
         return f"the folder cannot be loaded as a {wanted}: {first}"
     if isinstance(source, str):
         return f"neither a folder here nor a {wanted} that the Hugging Face hub gives: {first}"

@@ -156,7 +156,7 @@ def test_a_folder_in_bfloat16(tmp_path: Path) -> None:
 
 def test_no_such_folder(tmp_path: Path) -> None:
     missing = str(tmp_path / "missing")
-    with pytest.raises(ModelError, match=f"{missing}.*there is no such folder; give a folder with config.json"):
+    with pytest.raises(ModelError, match=f"{missing}.*there is no such folder on host .*; give a folder with config"):
         loading.build(Model(missing))
 
 
