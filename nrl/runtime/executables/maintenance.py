@@ -7,7 +7,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from nrl.runtime.node.environments import (
     usable,
     used,
 )
-from nrl.runtime.node.installer import uv
+from nrl.runtime.node.inspection import wrong_packages
 
 __all__ = ["build", "check", "listing", "path", "prune"]
 
@@ -239,27 +238,9 @@ def _state(env: Path, inventory: Mapping[str, Any], current: dict[str, Path]) ->
 
 def _wrong_packages(env: Path) -> str:
     """How the packages of an environment differ from its inventory, in words; empty where they do not."""
-    python = env / "bin" / "python"
-    listed = json.loads(uv(["pip", "list", "--format=json", f"--python={python}"], cwd=env, what=f"check: {env.name}"))
-    inventory = json.loads((env / INVENTORY).read_text())["packages"]
-    there = {each["name"].lower().replace("_", "-"): each["version"] for each in listed}
-    expected = {name: each["version"] for name, each in inventory.items()}
-    wrong = [f"{name} is missing" for name in expected.keys() - there.keys()]
-    wrong += [f"{name} does not belong there" for name in there.keys() - expected.keys()]
-    wrong += [
-        f"{name} is {there[name]} instead of {expected[name]}"
-        for name in expected.keys() & there.keys()
-        if inventory[name]["source"] != "url" and there[name] != expected[name]
-    ]
-    site = str(next(env.glob("lib/python*/site-packages")))
-    files = {f"{folder}/{file}" for folder, _, names in os.walk(site) for file in names}  # one by one takes seconds
-    for distribution in distributions(path=[site]):
-        paths = [(file, f"{site}/{file}") for file in distribution.files or ()]
-        gone = [file for file, path in paths if path not in files and not Path(path).exists()]
-        if gone:
-            wrong.append(f"{distribution.name} lacks {len(gone)} of its files, such as {gone[0]}")
+    wrong = list(wrong_packages(env, json.loads((env / INVENTORY).read_text())))
     again = "; build it again with NRL_FORCE_REBUILD_VENVS=1 or remove it"
-    return ", ".join(sorted(wrong)[:6]) + again if wrong else ""
+    return ", ".join(wrong[:6]) + again if wrong else ""
 
 
 def _left_behind(folder: Path) -> list[Path]:

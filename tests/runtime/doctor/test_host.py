@@ -21,7 +21,7 @@ from nrl.errors import ExecutableError
 from nrl.runtime.doctor import installation, surroundings, there
 from nrl.runtime.doctor.findings import Check, Finding, note, ok
 from nrl.runtime.doctor.running import findings
-from nrl.runtime.doctor.there import look_at_torch, wrong_packages
+from nrl.runtime.doctor.there import look_at_torch
 from nrl.runtime.executables.recipes import recipe
 from nrl.runtime.node.environments import INVENTORY
 from nrl.runtime.node.machine import Facts, facts
@@ -259,16 +259,6 @@ def test_environments_that_cannot_be_written_and_lack_the_source_or_whose_lock_c
 
     [broken] = judged(image, unreadable)
     assert (broken.level, broken.found) == ("warning", "base: the lock is broken")
-
-
-def test_a_version_is_what_the_package_says_where_its_folder_has_another_form(tmp_path: Path) -> None:
-    info = tmp_path / "lib/python3.12/site-packages/Tiny_Lib-1.0_cpu.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: Tiny_Lib\nVersion: 1.0+cpu\n")
-    inventory = {"packages": {"tiny-lib": {"version": "1.0+cpu", "source": "index"}}}
-    assert list(wrong_packages(tmp_path, inventory)) == []
-    inventory["packages"]["tiny-lib"]["version"] = "2.0"
-    assert list(wrong_packages(tmp_path, inventory)) == ["tiny-lib is 1.0+cpu instead of 2.0"]
 
 
 # --- what is around nrl
