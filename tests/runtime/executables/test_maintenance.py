@@ -183,14 +183,18 @@ def test_an_environment_that_somebody_changed(nrl: Run, root: Path, tmp_path: Pa
     nrl("build", "--import", "mine.py", "mine")
     (env,) = inventories(tmp_path / "venvs")
     site = env / "lib/python3.12/site-packages"
-    shutil.copytree(site / "one-1.0.dist-info", site / "three-1.0.dist-info")
-    (site / "three-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: three\nVersion: 1.0\n")
-    (site / "one-1.0.dist-info").rename(site / "one-1.1.dist-info")
+    one = site / "one-1.0.dist-info"
+    for name, version in (("three", "1.0"), ("one", "1.1")):
+        other = site / f"{name}-{version}.dist-info"
+        shutil.copytree(one, other)
+        (other / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (other / "RECORD").write_text((one / "RECORD").read_text().replace(one.name, other.name))
+    shutil.rmtree(one)
     shutil.rmtree(site / "two-1.0.dist-info")
     again = "build it again with NRL_FORCE_REBUILD_VENVS=1 or remove it"
     assert nrl("check") == (
         1,
-        f"{env.name}: one is 1.1 instead of 1.0, three does not belong there, two is missing; {again}\n",
+        f"{env.name}: two is missing, three does not belong there, one is 1.1 instead of 1.0; {again}\n",
         "",
     )
 
