@@ -6,7 +6,7 @@ from datasets import Dataset
 
 
 def right(completion, answer, **more):
-    text = completion[-1]["content"]
+    text = completion[-1]["content"] if completion else ""  # there is no message of an empty answer
     if "raise" in text:
         raise RuntimeError("oh")
     return float(answer in text)
