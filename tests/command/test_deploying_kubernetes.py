@@ -303,7 +303,7 @@ def test_a_job_that_is_stopped_saves(scripts: Path) -> None:
         assert start.stdout.readline() == "saved\n"
         assert start.wait(5) == 143
     path = scripts / "start.sh"
-    path.write_text(path.read_text().replace(" wait cluster", " cluster"))
+    path.write_text(path.read_text().replace(" wait checkpoints", " checkpoints"))
     assert subprocess.run(["bash", str(path)], env=given, stdout=subprocess.PIPE).returncode == 7
 
 
