@@ -39,7 +39,7 @@ class _Slot:
     place: int
     wanted: Wanted
     node: str
-    patience: float  # seconds to wait for another node, where this one is lost
+    fewer: bool  # whether the program can do with fewer, if its node is lost
 
 
 class RayCluster(Cluster):
@@ -100,8 +100,7 @@ class RayCluster(Cluster):
         places = sorted(
             range(wanted.n), key=lambda place: order.index(nodes[place])
         )  # slots of a host follow one another
-        patience = self.deadline if least is None else min(PATIENCE, self.deadline)
-        self._slots += [_Slot(group, place, wanted, str(nodes[place]), patience) for place in places]
+        self._slots += [_Slot(group, place, wanted, str(nodes[place]), least is not None) for place in places]
         self._learn_addresses()
         return Slots(self, tuple(range(first, first + wanted.n)))
 
@@ -202,7 +201,8 @@ class RayCluster(Cluster):
                 f"{what}, and slots that were reserved with per_host= stay where they are; leave the cluster, and "
                 f"reserve again what is left. {stock()}"
             )
-        limit = min(slot.patience for slot in self._slots if slot.group is group)
+        fewer = any(slot.fewer for slot in self._slots if slot.group is group)
+        limit = min(PATIENCE, self.deadline) if fewer else self.deadline
         which = f"a place for slots {', '.join(map(str, lost))}" if lost else "their new places"
 
         def told(seconds: float) -> str:
