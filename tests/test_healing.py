@@ -42,13 +42,16 @@ cluster.shutdown()
 """A cluster of three nodes in a process of its own; for each line that it reads, one of them is lost."""
 
 
+def apart() -> dict[str, str]:
+    """The environment of a program on such a cluster: the session's own has left variables in this process."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return kept | {"RAY_AUTH_MODE": "disabled"}
+
+
 @pytest.fixture
 def hosts() -> "Iterator[subprocess.Popen[str]]":
-    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {
-        "RAY_AUTH_MODE": "disabled"
-    }
     words = [sys.executable, "-c", HOSTS]
-    with subprocess.Popen(words, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as made:
+    with subprocess.Popen(words, env=apart(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as made:
         yield made
         made.communicate(timeout=60)
 
@@ -58,12 +61,9 @@ def test_the_example_goes_on_with_what_is_left_of_its_hosts(hosts: Any, tmp_path
     address, out = hosts.stdout.readline().strip(), tmp_path / "run"
     words = ["steps=10", "warmup=2", "prompts=4", "group_size=4", "eval_data=null", "checkpoints.every=2"]
     settings = [*words, f"cluster={address}", "layout.dp=2", "samplers=1", f"out={out}"]
-    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {
-        "RAY_AUTH_MODE": "disabled"
-    }
     command = [sys.executable, "examples/grpo.py", *settings]
     with (tmp_path / "log").open("w") as log:
-        program = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
+        program = subprocess.Popen(command, cwd=ROOT, env=apart(), stdout=log, stderr=log)
     metrics = out / "metrics.jsonl"
     try:
         settled(lambda: program.poll() is None and (not metrics.exists() or len(lines(metrics)) < 4), 300)

@@ -9,13 +9,14 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import attrs
 import pytest
 
 from tests.command.test_deploying_kubernetes import pods, written
+from tests.command.test_deploying_slurm import undisturbed
 from tests.jsonlines import lines, untimed
 from tests.processes import settled
 
@@ -107,13 +108,7 @@ def test_a_job_that_is_stopped_saves_and_the_next_one_ends_with_the_numbers_of_o
     assert became("first") == "was stopped"
     assert not settled(lambda: not became("second"), 300), head.job("logs", "second").stdout
     assert became("second") == "succeeded", head.job("logs", "second").stdout
-    undisturbed(head.shared / "undisturbed")
+    undisturbed(head.shared / "undisturbed", *PROGRAM)
     found, expected = untimed(out), untimed(head.shared / "undisturbed")
     assert len(expected["metrics.jsonl"]) == STEPS
     assert found == expected
-
-
-def undisturbed(out: Path, program: Sequence[str] = PROGRAM) -> None:
-    """A run without Ray, whose bits are the same."""
-    words = [sys.executable, "examples/grpo.py", *program, "cluster=local", f"out={out}"]
-    subprocess.run(words, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
