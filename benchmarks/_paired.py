@@ -20,6 +20,7 @@ __all__ = [
     "Times",
     "Worker",
     "disagreement",
+    "in_units",
     "lengths_of",
     "pair",
     "percentile",
@@ -155,6 +156,16 @@ def pair[A](first: Callable[[], A], second: Callable[[], A], number: int) -> tup
         return first(), b
     a = first()
     return a, second()
+
+
+def in_units(unit: Callable[[], float], rate: Callable[[], float]) -> float:
+    """How many units one costs, both measured as how many a second: units before and after, since machines vary.
+
+    >>> in_units(lambda: 300.0, lambda: 100.0)
+    3.0
+    """
+    before, found = unit(), rate()
+    return (before + unit()) / 2 / found
 
 
 def percentile(values: Iterable[float], share: float) -> float:

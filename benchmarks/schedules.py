@@ -15,6 +15,7 @@ at once.
 """
 
 import argparse
+import asyncio
 import functools
 import json
 import math
@@ -30,6 +31,7 @@ import torch
 
 import nrl
 from benchmarks._engine import SimulatedEngine
+from benchmarks._paired import in_units
 from nrl import tiny
 from nrl.backends import Capabilities, Completion, Sampling
 from nrl.envs import single_turn
@@ -37,7 +39,18 @@ from nrl.errors import ClosedCluster
 from nrl.runs.loops import collector_spared
 from nrl.stream import Source
 
-__all__ = ["SCHEDULES", "episodes", "late", "main", "options", "rate_of", "seconds_of", "steps"]
+__all__ = [
+    "SCHEDULES",
+    "bare_tasks",
+    "episodes",
+    "late",
+    "main",
+    "options",
+    "rate_of",
+    "seconds_of",
+    "steps",
+    "tasks_of_an_episode",
+]
 
 SCHEDULES: dict[str, Callable[[Source[nrl.Batch], int], Any]] = {
     "none": lambda groups, prompts: groups,
@@ -155,6 +168,29 @@ def rate_of(env: nrl.envs.Env, prompts: int, takes: int, clock: Callable[[], flo
             [batch] = stream.take(1)
             rates.append(len(batch) / (clock() - began))
     return statistics.median(rates[1:])
+
+
+def bare_tasks(number: int) -> float:
+    """Tasks of asyncio a second of this process's CPU time that wait twice and return a dict; 2,048 at once."""
+
+    async def one(index: int) -> dict[str, str]:
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        return {"prompt": f"{index}+1=", "answer": "2"}
+
+    async def every() -> float:
+        began = time.process_time()
+        for first in range(0, number, 2048):
+            await asyncio.gather(*map(one, range(first, min(first + 2048, number))))
+        return number / (time.process_time() - began)
+
+    return asyncio.run(every())
+
+
+def tasks_of_an_episode() -> float:
+    """How many bare tasks cost a core as much as an episode that waits for nothing."""
+    env = single_turn(lambda task, trace: float(trace.text == "2"))
+    return in_units(lambda: bare_tasks(20_000), lambda: rate_of(env, 256, 2, time.process_time))
 
 
 def main(given: argparse.Namespace) -> dict[str, Any]:

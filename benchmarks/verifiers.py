@@ -33,9 +33,23 @@ from typing import Any
 
 import nrl
 from benchmarks._machine import described, watched
+from benchmarks._paired import in_units
 from nrl.envs import Score, Trace
 
-__all__ = ["HOSTILE", "expressions", "hostile", "integers", "main", "options", "pairs", "rows", "stall", "start"]
+__all__ = [
+    "HOSTILE",
+    "comparisons",
+    "comparisons_of_an_expression",
+    "expressions",
+    "hostile",
+    "integers",
+    "main",
+    "options",
+    "pairs",
+    "rows",
+    "stall",
+    "start",
+]
 
 HOSTILE: dict[str, str] = {
     "a tower": r"\boxed{9^{9^9}}",
@@ -178,6 +192,22 @@ def expressions(number: int, each: int) -> tuple[float, float]:
         return number / took, number / (_seconds_below(os.getpid()) - before)
 
     return asyncio.run(every())
+
+
+def comparisons(number: int) -> float:
+    """Comparisons of two such expressions a second of this process's CPU time by sympy alone, from their texts."""
+    import sympy
+
+    first = time.perf_counter_ns()  # sympy remembers what it has seen
+    began = time.process_time()
+    for each in range(first, first + number):
+        assert sympy.simplify(sympy.sympify(f"sqrt(3)/{each}") - sympy.sympify(f"3/({each}*sqrt(3))")) == 0
+    return number / (time.process_time() - began)
+
+
+def comparisons_of_an_expression() -> float:
+    """How many comparisons by sympy alone cost a core as much as a verdict."""
+    return in_units(lambda: comparisons(150), lambda: expressions(2400, 8)[1])
 
 
 def _seconds_below(pid: int) -> float:

@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import re
-import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,7 +26,6 @@ __all__ = [
     "Folder",
     "Saved",
     "Written",
-    "arrives",
     "at",
     "check_parts",
     "check_sizes",
@@ -324,20 +322,6 @@ def files_of(manifest: Mapping[str, Any], name: str = ".") -> dict[str, Written]
     start = "" if name == "." else f"{name}/"
     told = {file.removeprefix(start): x for file, x in manifest["files"].items() if file.startswith(start)}
     return {file: Written(*x) for file, x in told.items()}
-
-
-def arrives(path: Folder, patience: float) -> bool:
-    """Whether a file that another host has written is seen here within some seconds: network disks take a while.
-
-    >>> arrives(Path("there/is/none"), 0.0)
-    False
-    """
-    until = time.monotonic() + patience
-    while not path.exists():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def _seal(manifest: Mapping[str, Any]) -> str:

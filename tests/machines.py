@@ -17,6 +17,7 @@ import attrs
 import pytest
 
 from tests.hosts import cable
+from tests.processes import settled
 
 __all__ = ["ADDRESSES", "Machines", "machines"]
 
@@ -123,6 +124,38 @@ class Machines:
                 self._ip("link", "set", port, "master", "br0")
                 self._ip("link", "del", bridge)
 
+    @contextmanager
+    def firewalls(self, *ports: str) -> Iterator[None]:
+        """Until the block is left, each drops what would connect to other ports of TCP, such as ``10002:19999``."""
+        allowed = ["-m", "multiport", "!", "--dports", ",".join(ports)]
+        rule = ["INPUT", "-i", "eth0", "-p", "tcp", "--syn", *allowed, "-j", "DROP"]
+        there = list(self.first)
+        for name in there:
+            self.run(name, "iptables", "-A", *rule)
+        try:
+            yield
+        finally:
+            for name in there:
+                self.run(name, "iptables", "-D", *rule)
+
+    @contextmanager
+    def picking(self, first: int, last: int) -> Iterator[None]:
+        """Until the block is left, their systems pick ports of this range, and Ray was started anew with them."""
+        file = "/proc/sys/net/ipv4/ip_local_port_range"
+        before = self.run("a", "cat", file).strip()
+        try:
+            self._picks(f"{first} {last}", file)
+            yield
+        finally:
+            self._picks(before, file)
+
+    def _picks(self, said: str, file: str) -> None:
+        for name in self.first:
+            self.run(name, "ray", "stop", "--force")
+            self.run(name, "sh", "-c", f"echo {said} >{file}")
+        for name in self.first:
+            self.ray(name)
+
     def carried(self, name: str) -> int:
         """How many bytes have gone through its cable since it was switched on."""
         words = [*self.switch, "ip", "-json", "-statistics", "link", "show", f"port-{name}"]
@@ -204,8 +237,7 @@ def machines(folder: Path, names: str = "ab") -> Iterator[Machines]:
 def _settled(pid: int) -> None:
     """Wait until a process has a network of its own."""
     own = Path("/proc/self/ns/net").readlink()
-    while Path(f"/proc/{pid}/ns/net").readlink() == own:
-        pass
+    assert not settled(lambda: Path(f"/proc/{pid}/ns/net").readlink() == own, 30)
 
 
 def _read() -> list[Path]:

@@ -5,8 +5,9 @@ import math
 import mmap
 import subprocess
 import sys
-import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
@@ -34,7 +35,6 @@ from benchmarks import (
 from benchmarks._figure import curves
 from benchmarks._machine import resident, shares, watched
 from benchmarks._paired import Clock, Worker, disagreement, lengths_of, pair, percentile, ratios, spread, table
-from nrl.envs import single_turn
 from nrl.runtime import Cluster
 
 ROOT = Path(__file__).parents[1]
@@ -515,9 +515,18 @@ def least(measure: Callable[[], float], most: float, attempts: int = 3) -> float
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_verifiers_are_as_fast_as_promised() -> None:
-    """Seconds of a core for an integer, of a worker for an expression, and for 8,192 rows of 10 ms over the least."""
+    """Seconds of a core for an integer; an expression over what sympy alone takes; 8,192 rows of 10 ms over the least.
+
+    A worker computes for most of the time in which it has expressions to compare.
+    """
+
+    def seconds_over_those_of_its_core() -> float:
+        rate, of_its_core = verifiers.expressions(2400, 8)
+        return of_its_core / rate
+
     assert least(lambda: 1 / verifiers.integers(20_000), 1 / 20_000) <= 1 / 20_000
-    assert least(lambda: 1 / verifiers.expressions(2400, 8)[0], 1 / 300) <= 1 / 300
+    assert least(verifiers.comparisons_of_an_expression, 3.5) <= 3.5
+    assert least(seconds_over_those_of_its_core, 1.6) <= 1.6
     assert least(lambda: verifiers.rows(8192, 2), 1.3) <= 1.3
     assert least(verifiers.stall, 0.05) < 0.05
     assert max(seconds for seconds, _ in verifiers.hostile().values()) < 1.2
@@ -526,13 +535,13 @@ def test_verifiers_are_as_fast_as_promised() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_schedules_are_as_fast_as_promised() -> None:
-    """An episode costs a core 0.2 ms; a step is near that of a full engine; one that sleeps delays it to its deadline.
+    """An episode costs a core 20 bare tasks; a step is near that of a full engine; a sleeper delays it to its deadline.
 
     Nothing waits in the first, so what it costs a core is what it takes where no other program runs.
     """
     given = schedules.options(["--mean", "0.4", "--steps", "8"])
-    env = single_turn(lambda task, trace: float(trace.text == "2"))
-    assert least(lambda: 1 / schedules.rate_of(env, 256, 2, time.process_time), 1 / 5000, attempts=10) <= 1 / 5000
+    with ProcessPoolExecutor(1, get_context("spawn")) as own:  # threads that tests before have left would count
+        assert least(lambda: own.submit(schedules.tasks_of_an_episode).result(), 20.0) <= 20.0
     step = least(lambda: schedules.steps("partial", given), 1.15)
     late = least(lambda: schedules.late(given), 2.5)
     print(f"a step takes {step:.3f} of that of a full engine, and {late:.2f} s with one that sleeps")

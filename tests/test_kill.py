@@ -1,5 +1,6 @@
 """Killed at any moment and started again, a run ends with the numbers and weights of one that was never killed."""
 
+import contextlib
 import json
 import os
 import random
@@ -14,6 +15,7 @@ import pytest
 from nrl import config
 from tests.children import server
 from tests.jsonlines import untimed
+from tests.processes import settled
 
 STEPS, WARMUP = 8, 4
 SUMS = [{"prompt": f"{a}+{b}=", "answer": f"{a + b}", "response": f"{a + b}"} for a in range(5) for b in range(5)]
@@ -61,13 +63,25 @@ def program(out: str, lag: int, log: str, crash: tuple[str, int]) -> None:
 
 
 def attempt(
-    out: Path, lag: int, log: Path, *, seconds: float | None = None, crash: tuple[str, int] = ("", 0)
+    out: Path,
+    lag: int,
+    log: Path,
+    *,
+    seconds: float | None = None,
+    since: str = "",
+    crash: tuple[str, int] = ("", 0),
 ) -> float | None:
-    """Run the program to its end, or kill it after so many seconds; returns what it took, None if it was killed."""
-    context = server()
+    """Run the program to its end, or kill it so many seconds after it has written such a file, or after its start.
+
+    Returns:
+        What it took; None if it was killed.
+    """
+    context, before = server(), written(out, since)
     started = time.monotonic()
     child = context.Process(target=program, args=(str(out), lag, str(log), crash))
     child.start()
+    if since:
+        settled(lambda: child.is_alive() and written(out, since) == before, 300)
     child.join(seconds)
     if child.is_alive():
         child.kill()
@@ -76,6 +90,15 @@ def attempt(
         return time.monotonic() - started
     assert child.exitcode == -signal.SIGKILL, log.read_text()
     return None
+
+
+def written(out: Path, pattern: str) -> int:
+    """When the newest file of a pattern was written, in nanoseconds; 0: there is none."""
+    found = [0]
+    for each in out.glob(pattern) if pattern else ():
+        with contextlib.suppress(FileNotFoundError):  # an old checkpoint that was just removed
+            found.append(each.stat().st_mtime_ns)
+    return max(found)
 
 
 def undisturbed(out: Path, lag: int, log: Path) -> tuple[float, dict[str, list[dict[str, Any]]]]:
@@ -94,6 +117,10 @@ def phase(out: Path) -> str:
     return f"{train} checkpoints" if train else "warmup" if (out / "warmup.jsonl").exists() else "start"
 
 
+SINCE = ("", "warmup.jsonl", "checkpoints/train/[0-9]*")
+"""From when a kill's moment is counted, in turn: so that phases which are short beside a start are hit, too."""
+
+
 def check(tmp_path: Path, lag: int, kills: int, seed: int) -> set[str]:
     """Returns the phases that kills have hit."""
     draw = random.Random(seed)
@@ -101,7 +128,8 @@ def check(tmp_path: Path, lag: int, kills: int, seed: int) -> set[str]:
     took, expected = undisturbed(whole, lag, log)
     phases: list[str] = []
     while len(phases) < kills:
-        if attempt(broken, lag, log, seconds=draw.uniform(0, took)) is None:
+        since = SINCE[len(phases) % len(SINCE)]
+        if attempt(broken, lag, log, seconds=draw.uniform(0, took / 20 if since else took), since=since) is None:
             phases.append(phase(broken))
         else:  # it came through: begin again
             assert_same(whole, broken, expected)

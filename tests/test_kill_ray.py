@@ -122,7 +122,10 @@ def busy(pids: Iterable[int]) -> dict[int, str]:
 
 
 class Killer(threading.Thread):
-    """Kills a process of the mesh at random moments, again and again while there is one, and notes the phase."""
+    """Kills a process of the mesh at random moments, again and again while there is one, and notes the phase.
+
+    The first kill is of processes that start, and each second one of a run that has logged something.
+    """
 
     def __init__(self, out: Path, kills: int, took: float, draw: random.Random) -> None:
         super().__init__(daemon=True)
@@ -131,7 +134,7 @@ class Killer(threading.Thread):
         self.phases: list[str] = []
 
     def run(self) -> None:
-        while len(self.phases) < self.kills and not self.ended.wait(self.draw.uniform(0, self.took)):
+        while len(self.phases) < self.kills and not self.ended.wait(self.moment()):
             settled(lambda: not at_work() - self.spared and not self.ended.is_set(), 100)
             mesh = sorted(at_work() - self.spared)
             if mesh and not self.ended.is_set():
@@ -139,9 +142,18 @@ class Killer(threading.Thread):
                 os.kill(self.draw.choice(mesh), signal.SIGKILL)
                 settled(partial(_any_alive, mesh), 100)  # its peers are ended, too
 
+    def moment(self) -> float:
+        if not self.phases:
+            return 0.0
+        if len(self.phases) % 2:
+            settled(lambda: not self.logged() and not self.ended.is_set(), 100)
+        return self.draw.uniform(0, self.took)
+
+    def logged(self) -> bool:
+        return (self.out / "metrics.jsonl").exists()
+
     def phase(self) -> str:
-        logged = (self.out / "metrics.jsonl").exists()
-        return f"{len(list(self.out.glob('checkpoints/train/[0-9]*')))} checkpoints" if logged else "start"
+        return f"{len(list(self.out.glob('checkpoints/train/[0-9]*')))} checkpoints" if self.logged() else "start"
 
 
 def _any_alive(pids: list[int]) -> bool:

@@ -166,6 +166,7 @@ def test_grpo_with_its_own_sampler(
     torch.testing.assert_close(*losses, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_grpo_on_mathematics_with_two_slots_that_verify(on_ray: Cluster, tmp_path: Path) -> None:
     """Sums of terms, for which math-verify has to decide: the rewards and answers are those of this process."""
     data = tmp_path / "terms.jsonl"
@@ -181,7 +182,7 @@ def test_grpo_on_mathematics_with_two_slots_that_verify(on_ray: Cluster, tmp_pat
     assert any(0 < x["reward"] < 1 for x in found)
 
 
-@pytest.mark.parametrize("name", ["guess", "tools"])
+@pytest.mark.parametrize("name", ["guess", pytest.param("tools", marks=pytest.mark.slow)])
 def test_episodes_of_several_turns_are_those_of_the_local_cluster(on_ray: Cluster, name: str, tmp_path: Path) -> None:
     """Token by token, those between the turns too."""
     module = importlib.import_module(f"examples.{name}")

@@ -29,7 +29,7 @@ def test_grpo_learns_with_vllm(on_ray: Cluster, tmp_path: Path) -> None:
     assert max(each["ratio_max"] for each in found) < 1.001  # the sampler's log-probabilities are the trainer's
 
 
-@pytest.mark.parametrize("name", ["guess", "tools"])
+@pytest.mark.parametrize("name", ["guess", pytest.param("tools", marks=pytest.mark.slow)])
 def test_episodes_of_several_turns_are_bridged_as_they_are_locally(on_ray: Cluster, name: str, tmp_path: Path) -> None:
     """vLLM samples other tokens than ours; what lies between them is what the same turns have here."""
     module = importlib.import_module(f"examples.{name}")

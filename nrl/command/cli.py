@@ -15,8 +15,6 @@ __all__ = ["main"]
 
 type _Do = Callable[[argparse.Namespace], object]
 
-_FILES = (".yaml", ".yml", ".toml")  # of settings
-
 
 class _Parser(argparse.ArgumentParser):
     """Its errors show what there is to choose from: a line of usage says no more than COMMAND."""
@@ -133,9 +131,16 @@ def _deploy(given: argparse.Namespace) -> None:
         kubernetes.main(config.load(kubernetes.Kubernetes, settings, program=program, caller=caller))
 
 
+def _is_file(argument: str) -> bool:
+    """Whether it names a file of settings."""
+    from nrl.config.layers import is_file_name
+
+    return is_file_name(argument)
+
+
 def _named(name: str, settings: Sequence[str]) -> list[str]:
     """Settings, of which the one without a key has this one."""
-    return [each if "=" in each or each.startswith("-") or each.endswith(_FILES) else f"{name}={each}"
+    return [each if "=" in each or each.startswith("-") or _is_file(each) else f"{name}={each}"
             for each in settings]  # fmt: skip
 
 
@@ -172,7 +177,7 @@ def _audit(given: argparse.Namespace) -> int:
         key, equals, text = argument.partition("=")
         if key == "allow" and equals:
             settings.append(f"allow=[{text.strip('[]')}]")
-        elif equals or argument.startswith("-") or (argument.endswith(_FILES) and not _is_gym(argument)):
+        elif equals or argument.startswith("-") or (_is_file(argument) and not _is_gym(argument)):
             settings.append(argument)
         else:
             settings.append(f"target={argument}")
@@ -212,7 +217,7 @@ def _setting(argument: str) -> str:
     key, equals, text = argument.partition("=")
     if key == "k" and equals:
         return f"k=[{text.strip('[]')}]"
-    if argument.startswith("-") or (equals and "/" not in key) or argument.endswith(_FILES):
+    if argument.startswith("-") or (equals and "/" not in key) or _is_file(argument):
         return argument
     return f"tasks={argument}"
 
@@ -250,15 +255,18 @@ def _add_venvs(parser: argparse.ArgumentParser) -> None:
 
 
 def _import(modules: Sequence[str]) -> None:
-    sys.path.insert(0, "")
-    try:
-        for module in modules:
-            if module.endswith(".py"):
+    """Import what registers executables: a module from this folder, and a file with the folder that it is in."""
+    for module in modules:
+        is_file = module.endswith(".py")
+        folder = str(Path(module).resolve().parent) if is_file else ""
+        sys.path.insert(0, folder)
+        try:
+            if is_file:
                 runpy.run_path(module, run_name="nrl_venvs")
             else:
                 importlib.import_module(module)
-    finally:
-        sys.path.remove("")
+        finally:
+            sys.path.remove(folder)
 
 
 def _build(given: argparse.Namespace) -> None:

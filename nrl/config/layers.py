@@ -10,7 +10,9 @@ from nrl.config._typed import Unknown, found
 from nrl.config._usage import keys
 from nrl.config._yaml import Problems, Word, mapping, parse
 
-__all__ = ["Layer", "explain", "merged", "read"]
+__all__ = ["Layer", "explain", "is_file_name", "merged", "read"]
+
+_SUFFIXES = (".yaml", ".yml", ".toml")
 
 
 class Layer(NamedTuple):
@@ -18,6 +20,15 @@ class Layer(NamedTuple):
 
     source: str
     values: Any
+
+
+def is_file_name(text: str) -> bool:
+    """Whether it is the name of a file of settings.
+
+    >>> is_file_name("runs/Big.YAML"), is_file_name("lr=1e-3")
+    (True, False)
+    """
+    return text.lower().endswith(_SUFFIXES)
 
 
 def read(path: Path) -> Any:
@@ -28,7 +39,7 @@ def read(path: Path) -> Any:
         ValueError: TOML or UTF-8 that cannot be decoded.
         Problems: YAML that is not valid, or no mapping.
     """
-    if path.suffix.lower() not in (".yaml", ".yml", ".toml"):
+    if not is_file_name(path.name):
         raise Problems(((), "neither key=value nor a file that ends in .yaml, .yml or .toml"))
     text = path.read_text(encoding="utf-8-sig")
     values = tomllib.loads(text) if path.suffix.lower() == ".toml" else parse(text)

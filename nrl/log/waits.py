@@ -26,7 +26,11 @@ def say(line: str) -> None:
 
 
 def wait_until(
-    ready: Callable[[float], bool], limit: float, told: Callable[[float], str], silence: float = SILENCE
+    ready: Callable[[float], bool],
+    limit: float,
+    told: Callable[[float], str],
+    silence: float = SILENCE,
+    every: float = math.inf,
 ) -> bool:
     """Wait until something is ready, and write a line to standard error after a while, and then less and less often.
 
@@ -35,6 +39,7 @@ def wait_until(
         limit: seconds.
         told: from the seconds so far to the line to write.
         silence: seconds before the first line; each further wait takes twice as long as the one before.
+        every: the most seconds that ``ready`` is given at once, where it has to look at something else, too.
 
     Returns:
         Whether it was ready in time.
@@ -47,13 +52,22 @@ def wait_until(
     waiting for Godot
     False
     """
+
+    def looked(seconds: float) -> bool:
+        until = time.monotonic() + seconds
+        while seconds > every:
+            if ready(every):
+                return True
+            seconds = max(0.0, until - time.monotonic())
+        return bool(ready(seconds))
+
     started = time.monotonic()
     while (left := limit - (time.monotonic() - started)) > silence:
-        if ready(silence):
+        if looked(silence):
             return True
         say(told(time.monotonic() - started))
         silence = min(2 * silence, _LONGEST)
-    return bool(ready(max(0.0, left)))
+    return looked(max(0.0, left))
 
 
 def wait_for(work: Future[Any], told: Callable[[float], str]) -> None:

@@ -44,11 +44,11 @@ def first_free[T](bind: Callable[[int], T], environ: Mapping[str, str] = os.envi
     """What ``bind`` returns for the first port of the range that is not taken; without a range, for 0.
 
     Args:
-        bind: opens a port, or raises the `OSError` that says that it is taken.
+        bind: opens a port, or raises the `OSError` that says that it is taken or kept from this process.
         environ: has the range.
 
     Raises:
-        PlacementError: all of them are taken.
+        PlacementError: none of them is to be had.
 
     >>> first_free(lambda port: port, {"NRL_PORTS": "20000-20000"})
     20000
@@ -56,15 +56,24 @@ def first_free[T](bind: Callable[[int], T], environ: Mapping[str, str] = os.envi
     allowed = ports(environ)
     if allowed is None:
         return bind(0)
+    refused, where = 0, f"{NRL_PORTS}={environ[NRL_PORTS]}"
     for port in random.Random().sample(allowed, len(allowed)):  # in no order, so that neighbours seldom meet
         try:
             return bind(port)
+        except PermissionError:
+            refused += 1
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
+    if refused:
+        taken = f", and the other {len(allowed) - refused} are taken" if refused < len(allowed) else ""
+        raise PlacementError(
+            f"this process may not open {refused} ports of {where} on host {socket.gethostname()}{taken}; name others: "
+            "most systems keep those below 1024 for root"
+        )
     raise PlacementError(
-        f"all ports of {NRL_PORTS}={environ[NRL_PORTS]} are taken on host {socket.gethostname()}; name more of them: a "
-        "mesh takes one, and so does each mesh that sends weights from GPU to GPU"
+        f"all ports of {where} are taken on host {socket.gethostname()}; name more of them: a mesh takes one, and so "
+        "does each mesh that sends weights from GPU to GPU"
     )
 
 

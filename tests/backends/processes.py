@@ -1,5 +1,6 @@
 """Processes that hold a model together over gloo, kept for many calls, because starting them is slow."""
 
+import gc
 import tempfile
 import traceback
 import warnings
@@ -65,6 +66,7 @@ def _serve(rank: int, n: int, file: str, end: Connection) -> None:
         "gloo", init_method=f"file://{file}", rank=rank, world_size=n, timeout=timedelta(seconds=20)
     )
     mesh = init_device_mesh("cpu", (n, 1, 1, 1), mesh_dim_names=AXES)
+    gc.freeze()  # what modules hold is there for good
     while True:
         try:
             function, args, options = end.recv()

@@ -15,6 +15,7 @@ from nrl.files import Written
 from nrl.plan import fake_cuda
 from nrl.plan.counting import Counting
 from tests.children import child
+from tests.faked import faked
 
 
 @pytest.fixture(autouse=True)
@@ -130,6 +131,7 @@ def on_a_gpu() -> None:
     assert sum(map(len, made.files["file"])) == 6 + 4 * 1103
 
 
+@faked
 def test_on_a_gpu_one_wait_is_for_all_copies() -> None:
     assert child(on_a_gpu) == 0
 

@@ -1,12 +1,17 @@
 """The command `nrl gym test`: what it finds in verifiers and environments that are wrong, and in those that ship."""
 
 import asyncio
+import ctypes
 import json
 import os
 import re
+import subprocess
+import sys
+import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from contextvars import copy_context
 from pathlib import Path
 from random import Random
 from typing import Annotated, Any, Literal, TypedDict
@@ -24,11 +29,13 @@ from nrl.command.gym.audit import Audit
 from nrl.command.gym.golds import Way, ways
 from nrl.command.gym.hostile import hostile, huge, mutants
 from nrl.command.gym.records import FAULTS
-from nrl.command.gym.usage import Growth, Usage, growth
+from nrl.command.gym.usage import Growth, Usage, growth, usage
 from nrl.envs import Trace, arithmetic, choice, number, score_of
 from nrl.envs.interpreter import Interpreter
 from nrl.envs.pools.pool import pooled
 from nrl.envs.tools import tool
+from nrl.envs.user_code.calls import Calls
+from nrl.envs.user_code.errors import Failed
 from tests.backends.openai.test_openai import serving
 from tests.envs.test_judging import replying
 from tests.jsonlines import lines
@@ -213,6 +220,13 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -
     assert main(["gym", "test", *arguments]) == status
     found = capsys.readouterr()
     return " ".join((found.err if status == 2 else found.out).split())
+
+
+def said_alone(*arguments: str) -> str:
+    """The same of a process of its own, where nothing grows but what the audit does."""
+    made = subprocess.run([sys.executable, "-m", "nrl", "gym", "test", *arguments], stdout=subprocess.PIPE, text=True)
+    assert made.returncode == 0, made.stdout
+    return " ".join(made.stdout.split())
 
 
 def found(out: str = "gym_test.jsonl") -> dict[str, str]:
@@ -784,6 +798,67 @@ def test_what_fills_once_does_not_leak() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the C library is not glibc")
+def test_what_the_c_library_keeps_is_not_what_leaks() -> None:
+    kept = list[bytearray]()
+
+    async def session(number: int) -> None:
+        blocks = [bytearray(b"x" * 100_000) for _ in range(500)]
+        kept.append(blocks[-1])  # above the others, which are free and would stay resident
+
+    async def nothing(number: int) -> None: ...
+
+    before = asyncio.run(growth(nothing, 1)).after.memory  # what earlier tests have left free is given back, too
+    assert asyncio.run(growth(session, 20)).after.memory - before < 20 << 20
+
+
+def test_threads_that_make_calls_are_not_what_leaks() -> None:
+    """A busy machine makes a quick call wait, for which there is one thread more, and not one fewer after it."""
+    blocked = threading.Event()
+
+    async def called() -> tuple[int, int]:
+        first, before, calls = threading.active_count(), usage().threads, Calls()
+        asked = [calls.begin(blocked.wait, timeout=60.0, context=copy_context()) for _ in range(3)]
+        asked.append(calls.begin(asyncio.sleep, 0.0, timeout=60.0, context=copy_context()))
+        try:
+            async with asyncio.timeout(60):
+                while threading.active_count() - first < 4:
+                    await asyncio.sleep(0.05)
+            return before, usage().threads
+        finally:
+            blocked.set()
+            await asyncio.gather(*asked)
+            calls.close()
+
+    before, meanwhile = asyncio.run(called())
+    assert before == meanwhile
+
+
+def test_a_thread_whose_call_was_given_up_is_one_more() -> None:
+    async def called(until: threading.Event) -> int:
+        before, calls = usage().threads, Calls()
+        try:
+            with pytest.raises(Failed, match="did not return within"):
+                await calls.begin(until.wait, timeout=0.2, context=copy_context())
+            return usage().threads - before
+        finally:
+            until.set()
+            calls.close()
+
+    assert asyncio.run(called(threading.Event())) == 1
+
+
+def test_a_thread_of_the_environments_own_is_one_more() -> None:
+    until, before = threading.Event(), usage().threads
+    thread = threading.Thread(target=until.wait, name="environment: watcher")
+    thread.start()
+    try:
+        assert usage().threads - before == 1
+    finally:
+        until.set()
+        thread.join()
+
+
 # --- what ships
 
 
@@ -820,9 +895,9 @@ def test_nothing_is_wrong_with_what_ships(here: Path, capsys: pytest.CaptureFixt
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", SHIPPED)
-def test_nothing_is_wrong_with_all_that_ships(here: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_nothing_is_wrong_with_all_that_ships(here: Path, name: str) -> None:
     sessions = 1000 if name in LONG else 10_000
-    print(said(capsys, *SHIPPED[name], f"sessions={sessions}", "slow=10"))
+    print(said_alone(*SHIPPED[name], f"sessions={sessions}", "slow=10"))
 
 
 ELSEWHERE = {
@@ -868,11 +943,9 @@ def test_nothing_is_wrong_with_what_runs_elsewhere(elsewhere: list[str], capsys:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_nothing_is_wrong_with_all_that_runs_elsewhere(
-    elsewhere: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_wrong_with_all_that_runs_elsewhere(elsewhere: list[str]) -> None:
     limit, sessions = 20 if elsewhere[0] == "judge" else 10, 1000 if elsewhere[0] in LONG else 10_000
-    shown = said(capsys, *elsewhere, f"limit={limit}", f"sessions={sessions}", "slow=30")
+    shown = said_alone(*elsewhere, f"limit={limit}", f"sessions={sessions}", "slow=30")
     assert f"nothing is wrong with {elsewhere[0]}" in shown
     print(shown)
 

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,9 +49,13 @@ class Head:
         return subprocess.run(command, env=self.env, capture_output=True, text=True, check=False)
 
     def submit(self, name: str) -> None:
-        """Send the job's script, and do not wait for it."""
+        """Send the job's script, and do not wait for it; the head's agent may still be starting."""
         script = ["--", "bash", str(self.shared / "start.sh")]
-        done = self.job("submit", "--no-wait", "--submission-id", name, *script)
+        for _ in range(60):
+            done = self.job("submit", "--no-wait", "--submission-id", name, *script)
+            if "No available agent to submit job" not in done.stderr:
+                break
+            time.sleep(1)
         assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -51,6 +51,24 @@ def test_lines_come_less_and_less_often(capsys: pytest.CaptureFixture[str]) -> N
     assert all(at >= wanted for at, wanted in zip(said, (0.02, 0.06, 0.14), strict=True))
 
 
+def test_a_wait_looks_as_often_as_asked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines come when they would; before each of them, and before the end, what is left is less."""
+    asked, now = list[float](), [0.0]
+
+    def ready(seconds: float) -> bool:
+        asked.append(seconds)
+        now[0] += seconds
+        return False
+
+    monkeypatch.setattr("nrl.log.waits.time", SimpleNamespace(monotonic=lambda: now[0]))
+    assert not wait_until(ready, 6.0, "{:g} s".format, silence=2.5, every=1.0)
+    assert asked == [1.0, 1.0, 0.5, 1.0, 1.0, 1.0, 0.5]
+    assert capsys.readouterr().err == "2.5 s\n"
+    now[0] = 0.0
+    assert wait_until(lambda seconds: bool(ready(seconds)) or now[0] > 3, 6.0, "{:g} s".format, silence=9.0, every=1.0)
+    assert now[0] == 4.0
+
+
 def test_a_wait_is_silent_where_it_is_short_and_ends_with_its_time(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -57,7 +57,9 @@ def test_of_one_process(step: Step) -> None:
     "step",
     [
         Step(MODEL | {"num_key_value_heads": 4}, dp=2, rows=1, width=256),
-        Step(MODEL, dp=4, rows=1, width=1024, dtype="float32", checkpointing=True),
+        pytest.param(
+            Step(MODEL, dp=4, rows=1, width=1024, dtype="float32", checkpointing=True), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_of_a_process_of_several(step: Step) -> None:

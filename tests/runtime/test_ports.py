@@ -1,5 +1,7 @@
 """Ports of a range that a firewall lets through."""
 
+import errno
+import re
 import socket
 from datetime import timedelta
 
@@ -10,7 +12,7 @@ import nrl
 from nrl.command.gym.supervising import free_port
 from nrl.envs.gym.listening import listening
 from nrl.errors import PlacementError
-from nrl.runtime.ports import ports, store
+from nrl.runtime.ports import first_free, ports, store
 
 
 @pytest.mark.parametrize("said", ["20000", "0-3", "30-20", "20000-65536", "a-b", "1-2-3"])
@@ -46,6 +48,32 @@ def test_processes_meet_at_a_port_of_the_range(one: int, capfd: pytest.CaptureFi
     with pytest.raises(PlacementError, match=taken):
         store("127.0.0.1", timedelta(seconds=10))
     assert "socket" not in capfd.readouterr().err  # torch would warn of the port
+
+
+def kept_for_root(port: int) -> int:
+    """Opens a port as most systems let all but root, whom a test may be."""
+    if port < 1024:
+        raise PermissionError(errno.EACCES, "Permission denied")
+    if port < 1030:
+        raise OSError(errno.EADDRINUSE, "Address already in use")
+    return port
+
+
+@pytest.mark.parametrize(
+    ("range_", "told"),
+    [
+        ("1022-1023", "2 ports of NRL_PORTS=1022-1023 on host {}; name others: most systems keep those below 1024 for"),
+        ("1020-1025", "4 ports of NRL_PORTS=1020-1025 on host {}, and the other 2 are taken; name others: most"),
+    ],
+)
+def test_ports_that_this_process_may_not_open(range_: str, told: str) -> None:
+    said = f"this process may not open {told.format(socket.gethostname())}"
+    with pytest.raises(PlacementError, match=re.escape(said)):
+        first_free(kept_for_root, {"NRL_PORTS": range_})
+
+
+def test_ports_that_this_process_may_open_are_found_among_others() -> None:
+    assert {first_free(kept_for_root, {"NRL_PORTS": "1000-1030"}) for _ in range(20)} == {1030}
 
 
 def test_servers_take_one_of_the_range_where_none_is_named(one: int) -> None:

@@ -8,16 +8,16 @@ float32 it casts itself. Weights and the sums of their gradients stay in float32
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 __all__ = ["guarded", "layers", "outside_cast", "round_layers"]
 
-type _Masters = list[tuple[dict[str, Any], str, Tensor]]
+type _Masters = list[tuple[dict[str, Any], str, Any]]
 _ONE_AT_A_TIME = threading.RLock()
 
 
@@ -71,7 +71,32 @@ def outside_cast(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 def _begin(dtype: torch.dtype, layer: Any, args: Any) -> None:
+    """Cast the weights of a layer, and have a checkpoint within its hooks cast them again.
+
+    transformers 5.23 checkpoints ``forward``, within the hooks, so the backward pass calls none; older versions
+    checkpoint around them. The layer refers to itself only while it computes: a model that did so longer would keep its
+    memory until Python collects cycles.
+    """
     layer.nrl_masters = _cast(list(layer.modules()), dtype)
+    if (checkpoint := layer.__dict__.get("_gradient_checkpointing_func")) is not None:
+        layer.nrl_masters.append((layer.__dict__, "_gradient_checkpointing_func", checkpoint))
+        layer._gradient_checkpointing_func = partial(_checkpointed, dtype, layer, checkpoint)
+
+
+def _checkpointed(
+    dtype: torch.dtype, layer: Any, checkpoint: Callable[..., Any], fn: Callable[..., Any], *args: Any
+) -> Any:
+    """Checkpoint a function that casts the weights itself, since it has to do the same when it is called again."""
+
+    def rounded(*given: Any) -> Any:
+        _end(layer)
+        masters = _cast(list(layer.modules()), dtype)
+        try:
+            return fn(*given)
+        finally:
+            _restore(masters)
+
+    return checkpoint(rounded, *args)
 
 
 def _end(layer: Any, args: Any = None, output: Any = None) -> None:
@@ -93,5 +118,5 @@ def _cast(parts: list[nn.Module], dtype: torch.dtype) -> _Masters:
 
 
 def _restore(masters: _Masters) -> None:
-    for parameters, name, x in masters:
-        parameters[name] = x
+    for names, name, x in masters:
+        names[name] = x

@@ -1,5 +1,6 @@
 """The process groups of Megatron Core, laid out as a mesh's `Layout` says."""
 
+import gc
 import warnings
 from typing import Any
 
@@ -121,3 +122,5 @@ def _end(parallel_state: Any) -> None:
     for group in made.values():
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+    if made:  # Megatron's copies refer to themselves and keep their groups, each with threads, which poll over gloo
+        gc.collect()

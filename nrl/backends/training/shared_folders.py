@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nrl.errors import CheckpointError
-from nrl.files import Folder, Written, arrives, at, check_sizes, check_sums, write
+from nrl.files import Folder, Written, at, check_sizes, check_sums, write
 from nrl.runtime.mesh.calling import from_all
 from nrl.runtime.mesh.current_process import process
 from nrl.runtime.mesh.placement import Mesh
+from nrl.runtime.node import notes
 
 __all__ = ["Stranger", "answer", "apart", "arrived", "check", "check_shared", "lies_there", "see", "stranger"]
-
-_PATIENCE = 3.0
-"""Seconds for a file to arrive: a network disk does not show it to everybody at once."""
 
 
 class Stranger(NamedTuple):
@@ -48,7 +46,7 @@ def stranger(folder: Folder, ask: Callable[[Folder, str], Sequence[tuple[str, st
     _leave(folder / note)
     try:
         for rank, (host, why) in enumerate(ask(folder, note)):
-            if not why and not arrives(folder / f"{note}.{rank}", _PATIENCE):
+            if not why and not notes.arrives(folder / f"{note}.{rank}"):
                 why = "writes what does not arrive there"
             if why:
                 return Stranger(rank, host, why)
@@ -124,17 +122,7 @@ def arrived(name: str, folder: Folder, each: Iterable[Mapping[str, Written]]) ->
 
 def answer(folder: Folder, note: str) -> tuple[str, str]:
     """In a process: answer the program's note; the name of this host, and why it has another folder, or ""."""
-    host = socket.gethostname()
-    try:
-        if not arrives(folder / note, _PATIENCE):
-            return host, "has another folder there" if folder.exists() else "has no such folder"
-    except Exception as error:  # a store raises all kinds
-        return host, f"cannot look there ({type(error).__name__}: {error})"
-    try:
-        _leave(folder / f"{note}.{process().rank}")
-    except Exception as error:
-        return host, f"cannot write there ({getattr(error, 'strerror', None) or error})"
-    return host, ""
+    return socket.gethostname(), notes.answer(folder, note, str(process().rank), _leave)
 
 
 def see(folder: Folder, files: Mapping[str, Written]) -> None:

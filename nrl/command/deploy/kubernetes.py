@@ -138,7 +138,8 @@ def manifests(cfg: Kubernetes) -> dict[str, str]:
     """
     check_plain(cfg, _COMMAND)
     check_owned((*cfg.env, *cfg.secrets), _VARIABLES, _COMMAND)
-    check_owned(cfg.env, dict.fromkeys(cfg.secrets, "one of env. and secrets."), _COMMAND)
+    if twice := sorted(cfg.env.keys() & cfg.secrets.keys()):
+        raise ConfigError(f"{_COMMAND}: found {twice[0]} in env= and in secrets=; leave it in one of them")
     check_secrets(cfg.arguments, cfg.env, _COMMAND, "give secrets.VARIABLE=SECRET/KEY, a reference to one")
     arguments = with_grace(program_arguments(cfg.arguments, _COMMAND), cfg.grace, 0, _COMMAND)
     _check(cfg)

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from nrl.config._yaml import Problems
-from nrl.config.layers import read
+from nrl.config.layers import is_file_name, read
 from nrl.errors import ConfigError
 from nrl.runtime.executables.registry import EXECUTABLES
 
 __all__ = ["check_files", "check_fits", "load", "settings_in_files", "to_build"]
 
-_FILES = (".yaml", ".yml", ".toml")
 _ATTRS = ("frozen", "define", "mutable", "attrs", "s")
 _READ_BY = {"launch": 2, "load": 1}
 """The functions of nrl that read the program's own arguments, and how many of theirs are positional then."""
@@ -27,7 +26,7 @@ def _files(arguments: Sequence[str]) -> Iterator[str]:
     for each in arguments:
         key, equals, text = each.partition("=")
         path = text if key == "config" and equals else each
-        if not each.startswith("-") and (not equals or "/" in key or key == "config") and path.endswith(_FILES):
+        if not each.startswith("-") and (not equals or "/" in key or key == "config") and is_file_name(path):
             yield path
 
 
@@ -56,9 +55,17 @@ def check_files(arguments: Sequence[str], folder: str, command: str) -> None:
             raise ConfigError(f"{command}: found no file {each} in {folder}, where the program runs")
 
 
-def _guarded(tree: ast.Module) -> bool:
-    """Whether a program's main part stands under ``if __name__ == "__main__"``, so that its module can be imported."""
-    return any(isinstance(each, ast.If) and _is_guard(each.test) for each in tree.body)
+def _importable(program: Path) -> ast.Module | None:
+    """A program whose main part stands under ``if __name__ == "__main__"``, so that its module can be imported.
+
+    Returns:
+        Its syntax; None: the program is not here, or is none, or has no such part.
+    """
+    try:
+        tree = ast.parse(program.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return None
+    return tree if any(isinstance(each, ast.If) and _is_guard(each.test) for each in tree.body) else None
 
 
 def _is_guard(test: ast.expr) -> bool:
@@ -89,14 +96,6 @@ def _reads_config(tree: ast.Module) -> bool:
     return declared and any(isinstance(arg, ast.Name) and arg.id == "Config" for of in of_program for arg in of.args)
 
 
-def _parsed(program: Path) -> ast.Module | None:
-    """The syntax of a program; None: it is not here, or is none."""
-    try:
-        return ast.parse(program.read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return None
-
-
 def load(program: str, words: Sequence[str], added: Sequence[str], folder: str, command: str) -> Any | None:
     """Load what a job will give a program into the ``Config`` that its module declares, as the program will.
 
@@ -116,8 +115,8 @@ def load(program: str, words: Sequence[str], added: Sequence[str], folder: str, 
     Raises:
         ConfigError: its configuration does not take these.
     """
-    tree = _parsed(Path(folder) / program)
-    if tree is None or not _guarded(tree) or not _reads_config(tree):
+    tree = _importable(Path(folder) / program)
+    if tree is None or not _reads_config(tree):
         return None
     if missing := [each for each in _files(words) if not (Path(folder) / each).is_file()]:  # it is in a container
         print(f"{command}: {missing[0]} is not here, so nobody has checked the settings of {program}", file=sys.stderr)
@@ -177,11 +176,11 @@ def to_build(
     """
     if all(each in known for each in names):
         return tuple(names)
-    tree = _parsed(Path(folder) / program)
+    maybe = not imported and _importable(Path(folder) / program) is not None
     for each in names:
         if each in EXECUTABLES:
             continue
-        if imported or tree is None or not _guarded(tree):
+        if not maybe:
             near = difflib.get_close_matches(each, EXECUTABLES, n=1)
             hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(EXECUTABLES)}"
             raise ConfigError(

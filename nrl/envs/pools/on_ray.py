@@ -71,14 +71,17 @@ class OnRay:
             return self._ended or (self._others() and time.monotonic() - began > _MORE_ROOM)
 
         def placed(seconds: float) -> bool:
-            until = time.monotonic() + seconds
-            while not (self._placed or given_up()) and (left := until - time.monotonic()) > 0:
-                with suppress(TimeoutError):
-                    answered(min(left, _LOOKS))
-                    self._placed = True
-            return self._placed or given_up()
+            if given_up():
+                return True
+            with suppress(TimeoutError):
+                answered(seconds)
+                self._placed = True
+            return self._placed
 
-        wait_until(placed, _ROOM, lambda past: f"{self._who}: no CPU is free since {past:.0f} s; {stock()}")
+        def told(past: float) -> str:
+            return f"{self._who}: no CPU is free since {past:.0f} s; {stock()}"
+
+        wait_until(placed, _ROOM, told, every=_LOOKS)
         if self._placed:
             return
         if self._others() and not self._ended:

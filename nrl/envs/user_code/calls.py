@@ -24,7 +24,7 @@ from typing import Any
 
 from nrl.envs.contract import Env, Task, asynchronous, timeout_of
 from nrl.envs.user_code.errors import Failed, stack_text
-from nrl.envs.user_code.threads import LoopThread, UserCall, give_up
+from nrl.envs.user_code.threads import NAME, LoopThread, UserCall, give_up
 from nrl.log.waits import SILENCE
 from nrl.runtime.threads import Daemons
 
@@ -34,7 +34,7 @@ _TICK = 0.05  # seconds between two looks for slow calls
 _WORKERS = 32  # plain calls at once, where some end; also the loops that replace a blocked one
 _STANDSTILL = 512  # plain calls at once, where none ends; both without those that were given up
 
-_DROPPING = Daemons(name="environment: closing")
+_DROPPING = Daemons(name=f"{NAME}: closing")
 
 _CLOSING = 10.0  # seconds that a `close` may take, so that an interrupt does not wait for long
 
@@ -186,7 +186,7 @@ class Calls:
 
     def _hire(self) -> None:
         self._workers += 1
-        thread = threading.Thread(target=self._work, name="environment", daemon=True)
+        thread = threading.Thread(target=self._work, name=NAME, daemon=True)
         self._threads.append(thread)
         thread.start()
 

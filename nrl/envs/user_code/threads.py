@@ -20,7 +20,10 @@ from nrl.errors import ExecutableError
 from nrl.log import error_text
 from nrl.runtime.threads import Daemons
 
-__all__ = ["LoopThread", "UserCall", "give_up", "stuck"]
+__all__ = ["NAME", "LoopThread", "UserCall", "give_up", "stuck"]
+
+NAME = "nrl.environment"
+"""How the names of threads begin that make calls of user code."""
 
 _given_up: "list[UserCall]" = []
 
@@ -131,7 +134,7 @@ class LoopThread:
         self._answered = True  # has run the callback of the last look
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(Daemons())
-        self._thread = threading.Thread(target=self._run, name="environment: loop", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"{NAME}: loop", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:

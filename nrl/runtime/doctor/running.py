@@ -11,9 +11,10 @@ from nrl.runtime.doctor.findings import Check, Finding, failed, warning
 from nrl.runtime.node.machine import Facts, facts
 from nrl.runtime.threads import Daemons
 
-__all__ = ["findings"]
+__all__ = ["SILENCE", "findings"]
 
-_SILENCE = 3.0  # seconds before a line says what is waited for
+SILENCE = 3.0
+"""Seconds before a line says what is waited for."""
 
 
 def findings(checks: Sequence[Check], limit: float, look: Callable[[], Facts] = facts) -> Iterator[Finding]:
@@ -47,7 +48,7 @@ def _late(name: str, work: Future[Any], until: float, limit: float) -> Finding |
     def told(waited: float) -> str:
         return f"doctor: looking at {name}, {waited:.0f} s so far"
 
-    if not wait_until(ready, until - began, told, silence=_SILENCE):
+    if not wait_until(ready, until - began, told, silence=SILENCE):
         # Without facts nothing is known; they also look at all disks. Another check may only be slow
         return (failed if name == "facts" else warning)(
             name,

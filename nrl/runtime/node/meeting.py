@@ -66,16 +66,19 @@ class Meeting:
             ``rate``, bytes a second that this one sends; ``latency``, seconds of half a round trip; ``interface``.
 
         Raises:
-            RuntimeError: they did not meet.
+            RuntimeError: they did not meet; of both processes, what the first one met with.
         """
         import torch
         import torch.distributed as dist
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         limit = timedelta(seconds=seconds)
-        store = self._store.pop(name) if rank == 0 else TCPStore(address, port, 2, False, limit)
+        store = self._store[name] if rank == 0 else TCPStore(address, port, 2, False, limit)
         device = "cuda" if backend == "nccl" else "cpu"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=limit)
+        try:
+            dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=limit)
+        except Exception as error:  # after which the other one would only know that nobody came
+            raise RuntimeError(store.compare_set("why", "", str(error)).decode()) from error
         try:
             large, small = torch.zeros(size // 4, device=device), torch.zeros(1, device=device)
 
@@ -93,5 +96,6 @@ class Meeting:
             rate = size / max(took[rank] - latency, 1e-9)
         finally:
             dist.destroy_process_group()
+            self._store.pop(name, None)
         name_of_it = os.environ.get(f"{backend.upper()}_SOCKET_IFNAME", "")
         return {"rate": rate, "latency": latency, "interface": name_of_it.removeprefix("=")}

@@ -10,10 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nrl.runtime.node.machine import Facts, facts, python_with_torch
+from nrl.runtime.node.notes import answer
 
-__all__ = ["Probe", "answer"]
+__all__ = ["Probe"]
 
-_PATIENCE = 3.0  # seconds for a file to arrive: a network disk does not show it to everybody at once
+_REFUSALS = {
+    errno.EADDRINUSE: "taken",
+    errno.EACCES: "kept from this process, as those below 1024 are from all but root",
+}
 
 
 class Probe:
@@ -31,25 +35,27 @@ class Probe:
         return time.time()
 
     def listen(self, address: str, ports: Sequence[int] = (0,)) -> int:
-        """Listen at the node's address, as processes of a mesh do; the port, the first that is not taken.
+        """Listen at the node's address, as processes of a mesh do; the port, the first that is to be had.
 
         Args:
             address: of the node.
             ports: which to try; 0: one that the system picks.
 
         Raises:
-            OSError: all are taken, or the address is not this node's.
+            OSError: none is to be had, or the address is not this node's.
         """
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        met = set[str]()
         for port in ports:
             try:
                 self._servers.append(socket.create_server((address, port), family=family))
             except OSError as error:
-                if error.errno != errno.EADDRINUSE:
+                if error.errno not in _REFUSALS:
                     raise
+                met.add(_REFUSALS[error.errno])
             else:
                 return int(self._servers[-1].getsockname()[1])
-        raise OSError(errno.EADDRINUSE, "all of them are taken")
+        raise OSError(errno.EADDRINUSE, f"all of them are {' or '.join(sorted(met))}")
 
     def reaches(self, address: str, port: int, seconds: float) -> str:
         """Why another node's port cannot be reached from this one; empty: it can."""
@@ -62,17 +68,3 @@ class Probe:
     def sees(self, folder: str, note: str, name: str) -> str:
         """Answer the program's note in a folder; why this node has another folder; empty: it answered."""
         return answer(Path(folder), note, name)
-
-
-def answer(folder: Path, note: str, name: str) -> str:
-    """Leave ``note.name`` beside the program's note; why that cannot be, or empty."""
-    until = time.monotonic() + _PATIENCE
-    while not (folder / note).exists():
-        if time.monotonic() > until:
-            return "has another folder there" if folder.exists() else "has no such folder"
-        time.sleep(0.05)
-    try:
-        (folder / f"{note}.{name}").write_bytes(b"")
-    except OSError as error:
-        return f"cannot write there ({error.strerror})"
-    return ""

@@ -117,12 +117,19 @@ class Call:
                 f"{self.who}: a result is ready on mesh '{self.actors.name}', but did not arrive within {timeout:g} s"
             ) from None
         except ray.exceptions.RayError as error:  # the node that held a result is gone
-            death = self.lost() or LostActor(self.who, self.actors.name, None, "?", cause(error))
-            self.actors.end(death)
+            death = self.ended_by_node()
+            if death is None:
+                self.error = death = LostActor(self.who, self.actors.name, None, "?", cause(error))
+                self.actors.end(death)
+            _TOLD.append(death)
             raise death from None
 
-    def lost(self) -> LostActor | None:
-        """The error of its results, though it has ended, where the node of one of its processes is gone; else None."""
+    def ended_by_node(self) -> LostActor | None:
+        """End the mesh if the node of one of its processes is gone, and with it results of this call, which had ended.
+
+        Returns:
+            The error of those results; None: all nodes are there.
+        """
         rank = self.actors.gone()
         if rank is None:
             return None
@@ -221,7 +228,7 @@ class Call:
                 return death
         if any(map(is_of_a_lost_value, errors.values())):
             for call in [self, *self.before]:
-                if (gone := call.lost()) is not None:
+                if (gone := call.ended_by_node()) is not None:
                     return gone
         rank, first = next(iter(errors.items()), (0, failure))
         found = raised(first, self.actors.name, self.actors.where(rank))

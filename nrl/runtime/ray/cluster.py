@@ -19,7 +19,7 @@ from nrl.runtime.mesh.submitting import SIDE_BY_SIDE
 from nrl.runtime.ports import NRL_PORTS, ports
 from nrl.runtime.ray.actor import Actor, split
 from nrl.runtime.ray.connection import enter, leave, stock, target
-from nrl.runtime.ray.groups import PATIENCE, Wanted, nodes_of, reserved
+from nrl.runtime.ray.groups import PATIENCE, Wanted, nodes_of, placed, reserved
 from nrl.runtime.ray.hosts import Host, looked_at, say_if_uneven
 from nrl.runtime.ray.nodes import by_value, command, interpreters
 from nrl.runtime.ray.processes import RayProcesses, Seat
@@ -209,15 +209,11 @@ class RayCluster(Cluster):
             return f"{what}; waiting for {which} on other nodes ({seconds:.0f} of {limit:g} s); {stock()}"
 
         def moved(seconds: float) -> bool:
-            until = time.monotonic() + seconds
-            while not group.wait(max(0.0, min(_GLANCE, until - time.monotonic()))):
-                self.check_open(f"mesh '{mesh.name}'")
-                if time.monotonic() >= until:
-                    return False
-            return True
+            self.check_open(f"mesh '{mesh.name}'")
+            return placed(group, seconds)
 
         say(told(0.0))
-        if not wait_until(moved, limit, told):
+        if not wait_until(moved, limit, told, every=_GLANCE):
             raise PlacementError(
                 f"{what}, and no other had room for them within {limit:g} s; leave the cluster, and reserve fewer "
                 f"slots. {stock()}"

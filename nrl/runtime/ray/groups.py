@@ -1,5 +1,6 @@
 """Placement groups: asking Ray for slots, and waiting for them."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from nrl.runtime.mesh.placement import Kind, Strategy
 from nrl.runtime.ray.connection import stock
 from nrl.runtime.restarts import begun_again
 
-__all__ = ["PATIENCE", "Wanted", "nodes_of", "reserved"]
+__all__ = ["PATIENCE", "Wanted", "nodes_of", "placed", "reserved"]
 
 PATIENCE = 60.0
 """Seconds for all slots, where fewer will do."""
@@ -154,21 +155,23 @@ def _waited(
 
     def ready(seconds: float) -> bool:
         nonlocal over
-        until = time.monotonic() + seconds
-        while not (there := group.wait(max(0.0, min(_LOOK, until - time.monotonic())))) and not changed():
-            if time.monotonic() >= until:
-                return False
+        there = placed(group, seconds)
         over = changed()
         return there or over
 
     try:
-        if wait_until(ready, max(0.0, limit), wanted.waiting) and not over:
+        if wait_until(ready, max(0.0, limit), wanted.waiting, every=_LOOK) and not over:
             return group
     except BaseException:  # Ctrl-C, too
         _removed(group)
         raise
     _removed(group)
     return None
+
+
+def placed(group: Any, seconds: float) -> bool:
+    """Whether a placement group has its places, or gets them within about so long: Ray waits for whole seconds."""
+    return bool(group.wait(math.ceil(seconds)))
 
 
 def nodes_of(group: Any) -> list[str | None]:

@@ -25,6 +25,7 @@ from nrl.runtime import Slots
 from tests.backends.fsdp.test_optimizing import engine, numbers_of, steps
 from tests.backends.fsdp.test_sharding import TINY_PARTS
 from tests.backends.processes import Processes
+from tests.faked import faked
 from tests.plan.test_driven import STEP
 from tests.weights import assert_close, assert_equal
 
@@ -103,6 +104,7 @@ def test_a_checkpoint_of_the_host_goes_on_anywhere(two: Processes, tmp_path: Pat
     assert two(gone_on, tmp_path) == [True, True]
 
 
+@faked
 def test_a_plan_has_them_on_the_host() -> None:
     several = (
         STEP,

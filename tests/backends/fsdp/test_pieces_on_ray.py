@@ -28,7 +28,7 @@ def small_buckets() -> None:
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 
-@pytest.mark.parametrize("fields", [{}, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("fields", [pytest.param({}, marks=pytest.mark.slow), EXPERTS], ids=["dense", "experts"])
 def test_from_two_processes_to_three(fields: dict[str, Any], on_ray: Cluster, tmp_path: Path) -> None:
     """Of uneven parts, in several buckets; every number arrives as it was."""
     slots, model = on_ray.reserve(4), tiny.model()

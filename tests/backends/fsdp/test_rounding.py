@@ -1,6 +1,9 @@
 """A model in bfloat16: where it rounds, how far that is from float32, and that one process rounds like several."""
 
 import copy
+import gc
+import math
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -29,10 +32,14 @@ WIDE = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def module() -> Iterator[Any]:
-    made = loading.build(tiny.model(hidden_size=16, num_hidden_layers=2), dtype=torch.float32)
+@pytest.fixture(params=[False])
+def module(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A model that rounds; with activation checkpointing if the parameter says so."""
+    made: Any = loading.build(tiny.model(hidden_size=16, num_hidden_layers=2), dtype=torch.float32)
     rounding.round_layers(made, torch.bfloat16)
+    if request.param:
+        enable = getattr(made, "activation_checkpointing_enable", made.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
     yield made
     assert {x.dtype for x in made.parameters()} == {torch.float32}
     assert all(isinstance(x, nn.Parameter) for x in made.parameters())
@@ -67,17 +74,46 @@ def test_a_copy_does_the_same_with_its_own_weights(module: Any) -> None:
         assert other(input_ids=torch.tensor([[1, 2]])).logits.isfinite().all()
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_gradients_reach_the_weights_in_float32(module: Any, checkpointing: bool) -> None:
-    if checkpointing:
-        module.gradient_checkpointing_enable({"use_reentrant": False})
+def gradients(module: Any) -> dict[str, Tensor]:
     module.train()
     with rounding.outside_cast(module, torch.bfloat16):
         loss = module(input_ids=torch.tensor([[1, 2, 3]]), use_cache=False).logits.float().square().sum()
-    loss.backward()  # where layers are computed again, their weights are cast again
-    for name, x in module.named_parameters():
-        assert x.grad is not None, name
-        assert x.grad.dtype == torch.float32
+    loss.backward()
+    return {name: x.grad for name, x in module.named_parameters()}
+
+
+@pytest.mark.parametrize("module", [True], indirect=True)
+def test_a_copy_computes_its_own_layers_again(module: Any) -> None:
+    other = copy.deepcopy(module)
+    expected = gradients(module)
+    with torch.no_grad():
+        for x in module.parameters():
+            x.fill_(torch.nan)
+    found = gradients(other)
+    assert all(torch.equal(found[name], x) for name, x in expected.items())
+
+
+@pytest.mark.parametrize("module", [False, True], indirect=True)
+def test_gradients_reach_the_weights_in_float32(module: Any) -> None:
+    """Where layers are computed again, their weights are cast again."""
+    for name, gradient in gradients(module).items():
+        assert gradient is not None, name
+        assert gradient.dtype == torch.float32
+
+
+@pytest.mark.parametrize("module", [False, True], indirect=True)
+def test_a_model_is_gone_with_its_last_reference(module: Any) -> None:
+    """A cycle would keep its memory until Python looks for cycles."""
+    other = copy.deepcopy(module)
+    gone = weakref.ref(layers(other)[0])
+    gc.collect()
+    gc.disable()
+    try:
+        gradients(other)
+        del other
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_after_an_error_the_weights_are_there_again(module: Any) -> None:
@@ -122,6 +158,34 @@ def logprobs(mesh: DeviceMesh | None, model: Model) -> Tensor:
     made = engine(mesh, model)
     found: Tensor = made.forward(made.load(None), [batch_of(MIXED)], LOGPROBS)[0]["logprobs"]
     return found
+
+
+def moments(checkpointing: Any, compiled: bool = False, dtype: Any = "bfloat16") -> dict[str, Tensor]:
+    """Those after a step."""
+    model, batch = Model(CONFIGS["qwen3 tied"], dtype=dtype), batch_of(MIXED)
+    made = engine(None, model, checkpointing=checkpointing, compile=compiled)
+    state, _ = made.train(made.init(), sft_loss, [batch], global_weights(sft_loss, batch))
+    return {name: x for name, x in everything(made, state).items() if name.endswith("exp_avg")}
+
+
+@pytest.mark.parametrize("checkpointing", [True, "selective"])
+def test_layers_that_are_computed_again_round_as_they_did(checkpointing: Any) -> None:
+    expected = moments(False)
+    assert len(expected) > 10
+    assert all(torch.equal(x, expected[name]) for name, x in moments(checkpointing).items())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore")  # the compiler has some about torch itself
+def test_layers_that_are_compiled_round_when_they_are_computed_again() -> None:
+    """Fused kernels round at other places, and as much."""
+    exact = moments(False, dtype="float32")
+
+    def distance(found: dict[str, Tensor]) -> float:
+        return math.sqrt(sum(float((found[name] - x).square().sum()) for name, x in exact.items()))
+
+    assert 0.5 < distance(moments(True, compiled=True)) / distance(moments(False)) < 1.5
 
 
 @pytest.mark.parametrize("name", ["qwen3 untied", "qwen3 tied", "llama tied", "gemma3", "mixtral"])

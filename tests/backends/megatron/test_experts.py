@@ -125,7 +125,11 @@ def in_files(folder: Path | None) -> dict[str, torch.Tensor]:
     return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
 
 
-@pytest.mark.parametrize("layout", [Layout(dp=2, ep=2), Layout(tp=2, ep=2), Layout(dp=2, ep=2, shard=1)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(dp=2, ep=2), Layout(tp=2, ep=2), pytest.param(Layout(dp=2, ep=2, shard=1), marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_a_checkpoint_of_experts_goes_on_in_another_layout_and_in_the_other_engine(
     two: Processes, layout: Layout, tmp_path: Path
 ) -> None:

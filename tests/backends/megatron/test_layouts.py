@@ -1,5 +1,7 @@
 """Each layout with each kind of loss, and the laws in each layout, against the torch engine in one process."""
 
+import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,17 @@ from nrl.batch import Batch
 from nrl.reduce import finalize
 from nrl.runtime import Layout
 from tests.backends.megatron.test_experts import MIXTRAL, QWEN
-from tests.backends.megatron.test_megatron_engine import MODEL, ROUTED, cut, engine, rows, same, torch_engine
+from tests.backends.megatron.test_megatron_engine import (
+    MODEL,
+    ROUTED,
+    cut,
+    engine,
+    parts,
+    rows,
+    same,
+    steps,
+    torch_engine,
+)
 from tests.backends.processes import Processes
 from tests.metrics import assert_same_steps
 from tests.properties.strategies import forked
@@ -99,3 +111,25 @@ def test_a_forked_episode_counts_once(two: Processes, layout: Layout) -> None:
     for found, tensors in two(in_process, layout, "forked", None):
         assert_same_steps([found], [metrics | {"tokens": found["tokens"]}], 1e-5)
         assert_close(tensors, weights, 1e-5)
+
+
+def threads(mesh: DeviceMesh, layouts: list[Layout]) -> list[int]:
+    """How many threads Linux, where alone Megatron runs, lists after each of some engines, which are gone."""
+    found = []
+    gc.collect()
+    gc.disable()  # as if Python did not happen to collect
+    try:
+        for layout in layouts:
+            made = engine(mesh, layout, MODEL)
+            steps(made, "sft", parts(rows("sft"), layout, mesh.get_rank()), made._at.peers.group)
+            del made
+            found.append(len(list(Path("/proc/self/task").iterdir())))
+    finally:
+        gc.enable()
+    return found
+
+
+def test_an_earlier_layout_leaves_no_thread(two: Processes) -> None:
+    """Each of gloo's would wake a hundred times in a second, for as long as the process lives."""
+    for found in two(threads, [Layout(tp=2), Layout(dp=2), Layout(cp=2), Layout(tp=2)]):
+        assert len(set(found)) == 1

@@ -24,6 +24,7 @@ from nrl.errors import CheckpointError
 from nrl.files import Folder, Saved, Written, write
 from nrl.runtime import Cluster
 from nrl.runtime.mesh.current_process import Process, entered
+from nrl.runtime.node import notes
 from nrl.stream import counting
 from tests.backends.bigram import Bigram, BigramState
 
@@ -32,7 +33,7 @@ HERE = socket.gethostname()
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_folders, "_PATIENCE", 0.1)
+    monkeypatch.setattr(notes, "_PATIENCE", 0.1)
 
 
 def second(function: Callable[..., Any], *args: Any) -> Any:

@@ -36,7 +36,7 @@ def model(turns: int) -> Model:
 
 
 def talking(turns: int) -> Environment:
-    """Agents that say so many things, or a few less, and send back all that they are told; they want long answers."""
+    """Agents that say so many things, or fewer, and send back all that they are told; they want long answers."""
 
     async def agent(task: Task, endpoint: Endpoint) -> float:
         messages, told = list[Any]([{"role": "user", "content": "Go"}]), 0
@@ -51,7 +51,8 @@ def talking(turns: int) -> Environment:
 
 
 def turns_in(index: int, turns: int) -> int:
-    return turns - index % 3
+    """Of an episode: few to many, so that at each publish some are under way, however fast a step is."""
+    return turns - index % max(3, turns // 2)
 
 
 def numbered(step: int, batch: Any) -> str:

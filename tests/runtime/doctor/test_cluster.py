@@ -1,5 +1,6 @@
 """The doctor of a cluster, as far as it joins none; `joining.py` has the rest."""
 
+import errno
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import cloudpickle
 import filelock
@@ -19,13 +21,15 @@ import pytest
 from nrl.command.cli import main
 from nrl.errors import ExecutableError
 from nrl.runtime import node
-from nrl.runtime.doctor import cluster, there
+from nrl.runtime.doctor import between, cluster, there
+from nrl.runtime.doctor.asking import Host, unanswered
 from nrl.runtime.doctor.findings import Finding
-from nrl.runtime.node.probe import Probe, answer
+from nrl.runtime.node.notes import answer
+from nrl.runtime.node.probe import Probe
 
 
 def test_a_note_is_answered_where_the_folder_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nrl.runtime.node.probe._PATIENCE", 0.1)
+    monkeypatch.setattr("nrl.runtime.node.notes._PATIENCE", 0.1)
     (tmp_path / "note").touch()
     assert answer(tmp_path, "note", "host-a") == ""
     assert (tmp_path / "note.host-a").exists()
@@ -67,9 +71,34 @@ def test_a_probe_listens_at_the_first_port_that_is_not_taken(probes: tuple[Probe
         other.listen("127.0.0.1", (taken, free))
 
 
+def test_a_probe_passes_over_ports_that_only_root_may_open(
+    probes: tuple[Probe, Probe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = socket.create_server
+
+    def kept_for_root(address: tuple[str, int], **more: Any) -> socket.socket:  # whom this test may be
+        if 0 < address[1] < 1024:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return opened(address, **more)
+
+    monkeypatch.setattr(socket, "create_server", kept_for_root)
+    assert probes[0].listen("127.0.0.1", (80, 0)) > 1023
+    with pytest.raises(OSError, match="all of them are kept from this process, as those below 1024 are from all but"):
+        probes[0].listen("127.0.0.1", (80, 81))
+
+
+def test_hosts_of_which_one_cannot_listen_do_not_all_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = iter([({"a": 5000}, {"b": "Cannot assign requested address"}), ({("b", "a"): ""}, {})])
+    monkeypatch.setattr(between, "answered", lambda what, asked, limit: next(said))
+    there = {name: Host(name, f"10.0.0.{name}", {}, Mock()) for name in ("a", "b")}
+    [finding] = between._knocks(there, "that the system picked", (0,), 1.0, "mend it", "open it")
+    assert (finding.level, finding.host, finding.todo) == ("failed", "b", "mend it")
+    assert "it cannot listen at 10.0.0.b" in finding.found
+
+
 def test_ports_that_are_no_range_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NRL_PORTS", "20000")
-    [finding] = cluster._ports({}, 1.0, {})
+    [finding] = between._ports({}, 1.0)
     assert (finding.level, finding.found.partition(";")[0]) == ("failed", "NRL_PORTS is '20000'")
 
 
@@ -102,7 +131,7 @@ def test_hosts_that_are_late_are_waited_for(
         return [{"NodeManagerHostname": name} for name in ("b", "a")[: 1 + (time.monotonic() - began > 0.5)]]
 
     monkeypatch.setattr(cluster, "_nodes", nodes)
-    monkeypatch.setattr(cluster, "_SILENCE", 0.2)
+    monkeypatch.setattr(cluster, "SILENCE", 0.2)
     monkeypatch.setattr(cluster, "_GLANCE", 0.1)
     come = cluster._come(2, 60.0)
     assert (come.level, come.found, come.values["come"]) == ("ok", "2 of 2 have come", ["a", "b"])
@@ -158,9 +187,9 @@ def test_a_host_without_uv_has_failed_unless_an_environment_is_there() -> None:
 
 
 def test_what_is_late_is_not_known_and_what_is_broken_has_failed() -> None:
-    late = cluster._unknown("gloo", "not known", "no answer within 10 s", 10.0)
+    late = unanswered("gloo", "not known", "no answer within 10 s", 10.0)
     assert (late.level, late.todo.partition(":")[0]) == ("warning", "deadline= waits longer (10 s now)")
-    broken = cluster._unknown("gloo", "not known", "ModuleNotFoundError: torch", 10.0)
+    broken = unanswered("gloo", "not known", "ModuleNotFoundError: torch", 10.0)
     assert (broken.level, broken.todo) == ("failed", "look at Ray's logs there")
 
 

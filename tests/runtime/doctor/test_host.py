@@ -408,7 +408,7 @@ def test_checks_are_told_in_their_order_and_one_that_hangs_is_told_as_well(capsy
 
 
 def test_a_wait_says_for_how_long(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nrl.runtime.doctor.running._SILENCE", 0.6)
+    monkeypatch.setattr("nrl.runtime.doctor.running.SILENCE", 0.6)
 
     def slow(machine: Facts) -> Iterator[Finding]:
         time.sleep(0.9)

@@ -179,6 +179,18 @@ def test_executables_of_a_users_own(nrl: Run, root: Path) -> None:
     assert nrl("list")[1].endswith("current\n")
 
 
+def test_a_file_is_imported_with_what_lies_beside_it(nrl: Run, root: Path) -> None:
+    (root / "jobs").mkdir()
+    (root / "jobs/mine_beside.py").write_text("EXTRAS = ['extra']\n")
+    (root / "jobs/job.py").write_text(
+        "from mine_beside import EXTRAS\nfrom nrl import Executable, register\n"
+        "register(Executable('mine', extras=EXTRAS))\n"
+    )
+    before = list(sys.path)
+    assert nrl("build", "--import", "jobs/job.py", "mine")[0] == 0
+    assert sys.path == before
+
+
 def test_an_environment_that_somebody_changed(nrl: Run, root: Path, tmp_path: Path) -> None:
     nrl("build", "--import", "mine.py", "mine")
     (env,) = inventories(tmp_path / "venvs")

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -99,8 +100,8 @@ def undisturbed(two: Machines) -> list[dict[str, Any]]:
     """The steps of a trainer on both machines, which meets at a port that a firewall can name."""
     program = Program(two, "trains", env={"NRL_PORTS": "21000-21099"})
     program.until("step")
-    listening = [int(line.split()[3].rpartition(":")[2]) for line in two.run("a", "ss", "-Hltn").splitlines()]
-    assert any(port in range(21000, 21100) for port in listening)
+    listening = [line.split()[3] for name in two.first for line in two.run(name, "ss", "-Hltn").splitlines()]
+    assert any(int(each.rpartition(":")[2]) in range(21000, 21100) for each in listening), listening
     program.ended()
     steps = program.said("step")
     check_same(steps, alone("trains", two), rel=1e-3)  # which adds in another order, and that grows in 12 steps
@@ -203,11 +204,48 @@ def test_a_cut_of_the_cable_within_a_step_is_an_error_by_the_deadline(two: Machi
     two.plug("b", into=False)
     gone = time.time()
     error = program.until("error")
-    two.plug("b", into=True)
+    comes_back(two)
     program.process.wait(100)
     assert error["error"] in ("DeadlineExceeded", "LostActor")
     assert error["at"] - gone < 60 + 30
     assert "train_step(sft_loss)" in error["text"]
+
+
+def doctor(on: Machines, env: Mapping[str, str]) -> dict[str, list[dict[str, Any]]]:
+    """What the doctor of machine ``a`` says of both, by checks."""
+    words = ["sh", "-c", "nrl doctor cluster=auto hosts=2 megabytes=8 --json >/tmp/doctor.json"]
+    out, _ = on.start("a", words, env).communicate(timeout=300)
+    said = (on.folder / "a/tmp/doctor.json").read_text()
+    assert said, out
+    found = dict[str, list[dict[str, Any]]]()
+    for each in json.loads(said)["findings"]:
+        found.setdefault(each["check"], []).append(each)
+    return found
+
+
+def test_two_machines_behind_firewalls_that_pass_what_the_docs_name(
+    two: Machines, undisturbed: list[dict[str, Any]]
+) -> None:
+    if shutil.which("iptables") is None:
+        pytest.skip("a firewall needs the command iptables")
+    env = {"NRL_PORTS": "21000-21099"}
+    of_ray, of_nrl, picked = ("6379", "10002:19999"), "21000:21099", "24000:24999"
+    with two.picking(24000, 24999):
+        with two.firewalls(*of_ray, of_nrl, picked):
+            passing = doctor(two, env)
+            trained = Program(two, "trains", env=env)
+            trained.ended()
+            sampled = Program(two, "samples", env=env)
+            sampled.ended()
+        with two.firewalls(*of_ray, picked):
+            dropping = doctor(two, env)
+    assert [each["level"] for check in ("hosts", "ports", "clock", "gloo") for each in passing[check]] == ["ok"] * 6
+    check_undisturbed(trained.said("step"), undisturbed)
+    check_same(sampled.said("step"), alone("samples", two), abs=1e-5)
+    system, *own = dropping["ports"]
+    assert (system["level"], {each["level"] for each in own}) == ("ok", {"failed"})
+    assert {each["host"] for each in own} == {"host-a", "host-b"}
+    assert all("NRL_PORTS=21000-21099" in each["todo"] for each in own)
 
 
 @pytest.fixture
@@ -250,8 +288,12 @@ def test_a_cut_of_the_cable_within_a_save(two: Machines, store: dict[str, str]) 
     check_same(again.said("step"), expected[2:], rel=1e-3)
 
 
-def test_an_environment_that_each_machine_builds(two: Machines, undisturbed: list[dict[str, Any]]) -> None:
+def test_an_environment_that_each_machine_builds(
+    two: Machines, undisturbed: list[dict[str, Any]], tmp_path: Path
+) -> None:
     """From a cache of uv's of its own, once: the second start finds it."""
+    filling = {**os.environ, "NRL_VENV_DIR": str(tmp_path)}  # the cache, which may be empty
+    subprocess.run([sys.executable, "-m", "nrl", "venvs", "build", "base"], env=filling, check=True)
     cache = subprocess.run([*find_uv(), "cache", "dir"], capture_output=True, text=True, check=True).stdout.strip()
     own = [Path(f"{two.folder / name}{Path.home()}") / ".cache" for name in two.first]
     try:
