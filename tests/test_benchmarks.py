@@ -237,6 +237,7 @@ def test_the_benchmarks_of_a_lag_run_as_scripts(tmp_path: Path) -> None:
     assert [len(zero), len(one)] == [2, 2]
 
 
+@pytest.mark.slow
 def test_saving_says_how_long_a_step_waits(tmp_path: Path) -> None:
     assert "copy / disk" in run("saving", "--quick", "--folder", str(tmp_path), "--out", str(tmp_path / "saving.json"))
     pairs = json.loads((tmp_path / "saving.json").read_text())
@@ -493,6 +494,7 @@ def test_schedules_run_and_keep_an_engine_busier() -> None:
     assert steps["partial"] < steps["none"]
 
 
+@pytest.mark.slow
 def test_what_verifiers_cost_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "verifiers.json"
     found = verifiers.main(verifiers.options(["--quick", "--out", str(out)]))
@@ -549,7 +551,9 @@ def test_schedules_are_as_fast_as_promised() -> None:
     assert 2.0 <= late <= 2.5
 
 
-@pytest.mark.parametrize("name", learning.CASES)
+@pytest.mark.parametrize(
+    "name", ["guess", *(pytest.param(name, marks=pytest.mark.slow) for name in learning.CASES if name != "guess")]
+)
 def test_what_examples_learn_is_drawn(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

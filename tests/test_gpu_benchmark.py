@@ -30,6 +30,7 @@ def read(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_it_runs_to_its_end_on_fake_tensors_and_no_number_is_made_up(tmp_path: Path) -> None:
     done = run(tmp_path, "fake=true", "parts=[machine,plan,kernels,memory,rests]")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -140,6 +141,7 @@ def test_a_part_that_fails_is_said_and_the_next_one_runs(tmp_path: Path, monkeyp
     assert gpu.here(attrs.evolve(cfg, parts=("machine",))) is True
 
 
+@pytest.mark.slow
 def test_each_part_has_a_process_and_none_has_more_than_the_time_left(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -48,7 +48,12 @@ print(json.dumps([before, found, kind, marked, hooks, torch.compiler.allow_in_gr
 
 
 @pytest.mark.parametrize(
-    ("first", "imported"), [("", []), ("import torch._dynamo", ["sympy", "torch._dynamo"]), ("import tensordict", None)]
+    ("first", "imported"),
+    [
+        ("", []),
+        pytest.param("import torch._dynamo", ["sympy", "torch._dynamo"], marks=pytest.mark.slow),
+        ("import tensordict", None),
+    ],
 )
 def test_the_compiler_is_imported_when_it_is_needed(first: str, imported: list[str] | None) -> None:
     run = subprocess.run(

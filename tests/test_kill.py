@@ -148,7 +148,7 @@ def assert_same(whole: Path, broken: Path, expected: dict[str, list[dict[str, An
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_killed_at_random_moments(tmp_path: Path, lag: int) -> None:
     check(tmp_path, lag, kills=3, seed=lag)
 
@@ -167,6 +167,7 @@ WRITTEN = [  # in this order, each found by the one attempt after the other
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_killed_while_files_are_written(tmp_path: Path) -> None:
     whole, broken, log = tmp_path / "whole", tmp_path / "broken", tmp_path / "log"

@@ -102,7 +102,11 @@ def tiny_llama(name: str, folder: Path) -> Path:
 
 
 @pytest.mark.usefixtures("hub")
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(path, marks=[pytest.mark.slow] * (path.stem == "grpo_openmath_llama3.1_8b")) for path in RECIPES],
+    ids=[path.stem for path in RECIPES],
+)
 def test_a_recipe_runs(recipe: Path, tmp_path: Path) -> None:
     """As it stands, but for two steps, the tiny model, and answers of one token, which that writes."""
     example, out = program(recipe), tmp_path / "run"

@@ -48,6 +48,7 @@ def test_what_it_writes_passes(
     assert is_env(names["env"])
 
 
+@pytest.mark.slow
 def test_every_command_of_its_page_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a model that is there, and any port that is free."""
     monkeypatch.setenv("NRL_GYM_DIR", str(folder / "gyms"))

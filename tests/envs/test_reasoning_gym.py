@@ -292,6 +292,7 @@ def test_formulas(text: str, good: bool) -> None:
 # --- the audit
 
 
+@pytest.mark.slow
 def test_the_audit_of_some() -> None:
     names = [
         "game_of_life_halting",

@@ -82,6 +82,7 @@ def test_two_layers_of_30b_with_experts() -> None:
     check(found, peaks, OF_A_STEP + OF_EXPERTS)
 
 
+@pytest.mark.slow
 def test_a_layer_adds_its_weights_its_moments_and_the_states_that_it_begins_with() -> None:
     """And nothing else: so bounds of few layers say what many take."""
     three, four = (drive(on_an_a100(DENSE_8B | {"num_hidden_layers": layers})) for layers in (3, 4))

@@ -85,7 +85,7 @@ def test_rows_by_hand() -> None:
     ("change", "tolerance"),
     [
         ({}, 0.02),
-        ({"checkpointing": True}, 0.03),
+        pytest.param({"checkpointing": True}, 0.03, marks=pytest.mark.slow),
         pytest.param({"checkpointing": "selective"}, 0.03, marks=pytest.mark.slow),
         pytest.param({"dp": 1, "rows": 4, "max_tokens": 8192}, 0.03, marks=pytest.mark.slow),
         pytest.param({"offload": "cpu"}, 0.03, marks=pytest.mark.slow),

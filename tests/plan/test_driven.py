@@ -177,6 +177,7 @@ def test_another_rank_than_the_first(counted: dict[str, Any]) -> None:
     assert stages["save"]["copied"]["to the host"] == counted["stages"]["save"]["copied"]["to the host"] - 96
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_less() -> None:
     """Of 512 words and 64 or 128 rows, 7 processes have parts of ceil(size / 7); the last one has what is left."""
     first, last = (drive(attrs.evolve(STEP, dp=7, rank=rank, width=64)) for rank in (0, 6))
@@ -198,6 +199,7 @@ def resident(step: Step) -> tuple[int, int]:
     return found["parameters"] + found["moments"], status("VmHWM")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone says how much memory a process had")
 def test_a_plan_needs_no_memory_for_what_is_saved_or_at_rest() -> None:
     """Else that of 8B for one process would need 98 GB of the host."""

@@ -51,9 +51,10 @@ def answered[K](what: str, asked: Mapping[K, Any], limit: float) -> tuple[dict[K
 
 
 def reason(error: Exception) -> str:
-    """The first line of what is wrong: of the call, if Ray only says that it failed."""
+    """The first line of what is wrong: of the call, if Ray only says that it failed; and what NCCL said, if it did."""
     cause = getattr(error, "cause", None) or error
-    return error_text(cause).splitlines()[0]
+    text, _, said = error_text(cause).partition("\nLast error:\n")
+    return ": ".join(each.splitlines()[0] for each in (text, said) if each)
 
 
 def _is_late(why: str) -> bool:

@@ -14,7 +14,7 @@ import attrs
 
 from nrl.errors import PlacementError
 from nrl.runtime.doctor.asking import CONNECTING, Host, answered, longer, placed_on, unanswered
-from nrl.runtime.doctor.comparing import clock, rounds, way
+from nrl.runtime.doctor.comparing import apart, clock, rounds, way
 from nrl.runtime.doctor.findings import Finding, failed, note, ok, warning
 from nrl.runtime.doctor.surroundings import unwritable
 from nrl.runtime.node.machine import Facts
@@ -204,6 +204,5 @@ def _round(
             yield way(backend, pair, both)
             continue
         why = closed.get(name) or next(text for rank in (1, 0) if (text := wrong.get((name, rank))))
-        addresses = " and ".join(there[each].address for each in pair)
-        more = f"set {backend.upper()}_SOCKET_IFNAME on both before `ray start`, to the interface that has {addresses}"
-        yield failed(backend, f"{name} do not meet: {why}", f"{more}{longer(why, limit)}", hosts=list(pair))
+        addresses = there[pair[0]].address, there[pair[1]].address
+        yield apart(backend, pair, why, addresses, longer(why, limit))

@@ -9,7 +9,7 @@ from nrl.runtime.doctor.findings import Finding, failed, gib, note, ok, warning
 from nrl.runtime.doctor.hardware import leads_home
 from nrl.runtime.node.machine import PACKAGES, Facts
 
-__all__ = ["clock", "differences", "rounds", "slots", "way"]
+__all__ = ["apart", "clock", "differences", "rounds", "slots", "way"]
 
 _CLOCK = 0.5  # seconds
 _SLOW = 1e8  # bytes a second
@@ -172,6 +172,23 @@ def way(backend: str, pair: tuple[str, str], found: Sequence[Mapping[str, Any]])
     if max(there["latency"], back["latency"]) > _FAR:
         return note(backend, said, "hosts that are so far apart are slow with shards of one model", **values)
     return ok(backend, said, **values)
+
+
+def apart(backend: str, pair: tuple[str, str], why: str, addresses: tuple[str, str], more: str = "") -> Finding:
+    """Two hosts that did not meet.
+
+    Args:
+        backend: by which.
+        pair: their names.
+        why: as it was said.
+        addresses: theirs.
+        more: what else may be done.
+    """
+    todo = f"set {backend.upper()}_SOCKET_IFNAME on both before `ray start`, to the interface that has "
+    todo += " and ".join(addresses)
+    if "Duplicate GPU" in why:  # nodes of Ray on one machine
+        todo = "they are nodes of Ray that share a GPU: give each its own, by CUDA_VISIBLE_DEVICES before `ray start`"
+    return failed(backend, f"{' and '.join(pair)} do not meet: {why}", f"{todo}{more}", hosts=list(pair))
 
 
 def _interface(found: Mapping[str, Any]) -> str:

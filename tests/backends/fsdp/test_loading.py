@@ -351,8 +351,9 @@ SLACK = 16e6
 """Of processes: code that is read, headers, the miniature."""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads resident memory from /proc")
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [1, 2, 4])
 def test_a_process_holds_its_part_and_one_weight(count: int, large: Path) -> None:
     module = loading.skeleton(Model(LARGE))
     sizes = [parameter.numel() * 4 for parameter in module.parameters()]

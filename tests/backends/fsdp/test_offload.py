@@ -104,6 +104,7 @@ def test_a_checkpoint_of_the_host_goes_on_anywhere(two: Processes, tmp_path: Pat
     assert two(gone_on, tmp_path) == [True, True]
 
 
+@pytest.mark.slow
 @faked
 def test_a_plan_has_them_on_the_host() -> None:
     several = (

@@ -434,7 +434,14 @@ def alike(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
         assert not isinstance(x, Tensor) or found[key].dtype == x.dtype, key
 
 
-@pytest.mark.parametrize("name", ["sgd with momentum", "muon", "counting"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("sgd with momentum", marks=pytest.mark.slow),
+        "muon",
+        pytest.param("counting", marks=pytest.mark.slow),
+    ],
+)
 def test_a_checkpoint_goes_on_bitwise_and_on_any_number_of_processes(
     two: Processes, three: Processes, name: str, tmp_path: Path
 ) -> None:

@@ -145,6 +145,7 @@ print(loading.files(Model("someone/tiny")), loading.files(Model({"model_type": "
 """
 
 
+@pytest.mark.slow
 def test_a_name_on_the_hub_is_read_one_weight_at_a_time(tmp_path: Path) -> None:
     """From its folder in the hub's cache, as a folder is."""
     cache = tmp_path / "hub" / "models--someone--tiny"

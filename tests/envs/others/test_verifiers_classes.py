@@ -149,7 +149,7 @@ def killed(spec: _Spec) -> None:
         ("once", ["It is 4"], 1 + 0.5 / 2),
         pytest.param("once", ["It is 5"], 0.5 / 2, marks=pytest.mark.slow),
         pytest.param("twice", ["3", "4"], 1 + 0.5 / 4, marks=pytest.mark.slow),
-        ("tool", [("add", {"a": 2, "b": 2}), "4"], 1 + 0.5 / 4),
+        pytest.param("tool", [("add", {"a": 2, "b": 2}), "4"], 1 + 0.5 / 4, marks=pytest.mark.slow),
         pytest.param("tool", [("gone", {}), "5"], 0.5 / 4, marks=pytest.mark.slow),
     ],
 )

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from nrl.runtime.doctor.comparing import clock, differences, rounds, slots, way
+from nrl.runtime.doctor.asking import reason
+from nrl.runtime.doctor.comparing import apart, clock, differences, rounds, slots, way
 from nrl.runtime.doctor.findings import Finding
 from nrl.runtime.node.machine import PACKAGES, Facts
 
@@ -116,6 +117,30 @@ def test_a_clock_is_wrong_by_more_than_the_round_trip(offset: float, uncertain: 
     assert (finding.level, finding.host) == (level, "b")
     assert finding.found.startswith(said)
     assert ("NTP" in finding.todo) == (level == "warning")
+
+
+DUPLICATE = (
+    "NCCL error in: NCCLUtils.cpp:93, invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.28.9\n"
+    "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
+    "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1000\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "todo"),
+    [
+        ("nowhere0: no such interface\nmore", "do not meet: RuntimeError: nowhere0: no such interface", "NCCL_SOCKET"),
+        (DUPLICATE, "NCCL version 2.28.9: Duplicate GPU detected : rank 0 and", "its own, by CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_two_that_do_not_meet_say_what_nccl_says(text: str, said: str, todo: str) -> None:
+    finding = apart("nccl", ("a", "b"), reason(RuntimeError(text)), ("10.77.0.1", "10.77.0.2"), "; or later")
+    assert finding.level == "failed"
+    assert said in finding.found
+    assert "\n" not in finding.found
+    assert todo in finding.todo
+    assert finding.todo.endswith("; or later")
+    assert ("10.77.0.1 and 10.77.0.2" in finding.todo) == (text != DUPLICATE)
 
 
 @pytest.mark.parametrize("count", range(1, 9))
