@@ -28,17 +28,20 @@ def layers(module: nn.Module) -> list[nn.Module]:
     return [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
 
 
-def round_layers(module: nn.Module, dtype: torch.dtype) -> None:
+def round_layers(module: nn.Module, dtype: torch.dtype, compiled: bool = False) -> None:
     """Cast the weights of each layer while it computes, also where the backward pass computes it again.
 
     Args:
         module: a transformers model; a copy of it does the same.
         dtype: of the weights in a layer.
+        compiled: whether layers are compiled, which leaves the casts out: they name the weights of one layer, and torch
+            would compile them anew for each.
     """
+    begin, end = (torch.compiler.disable(each) if compiled else each for each in (partial(_begin, dtype), _end))
     module.nrl_rounds = True  # type: ignore[assignment]
     for layer in layers(module):
-        layer.register_forward_pre_hook(partial(_begin, dtype))
-        layer.register_forward_hook(_end, always_call=True)
+        layer.register_forward_pre_hook(begin)
+        layer.register_forward_hook(end, always_call=True)
 
 
 @contextlib.contextmanager

@@ -296,7 +296,7 @@ class TorchEngine:
         if self.packing is not None:
             module.set_attn_implementation(attention.register_attention())
         if self._low is not None and self._peers.alone:
-            rounding.round_layers(module, self._low)
+            rounding.round_layers(module, self._low, self.compile)
         if self.checkpointing:
             # In versions of transformers with the new name, the old one warns
             enable = getattr(module, "activation_checkpointing_enable", module.gradient_checkpointing_enable)

@@ -188,6 +188,25 @@ def test_layers_that_are_compiled_round_when_they_are_computed_again() -> None:
     assert 0.5 < distance(moments(True, compiled=True)) / distance(moments(False)) < 1.5
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore")  # the compiler has some about torch itself
+def test_layers_are_compiled_once_and_not_each_anew() -> None:
+    """torch stops compiling what it has compiled eight times; what names the weights of a layer, it does for each."""
+
+    from torch._dynamo.utils import counters
+
+    def frames(layers: int) -> int:
+        torch._dynamo.reset()
+        counters.clear()
+        model = Model(CONFIGS["qwen3 tied"] | {"num_hidden_layers": layers}, dtype="bfloat16")
+        made = engine(None, model, compile=True)
+        made.forward(made.load(None), [batch_of(MIXED)], LOGPROBS)
+        return int(counters["frames"]["total"])
+
+    assert 0 < frames(2) == frames(4)
+
+
 @pytest.mark.parametrize("name", ["qwen3 untied", "qwen3 tied", "llama tied", "gemma3", "mixtral"])
 def test_one_process_rounds_like_several(two: Processes, name: str) -> None:
     """To the last bit: the same weights are rounded at the same places."""
