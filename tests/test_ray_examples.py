@@ -32,7 +32,7 @@ def run(example: str, out: Path, **options: Any) -> list[dict[str, float]]:
     return lines(out / "metrics.jsonl")
 
 
-@pytest.fixture(scope="module", params=["sft", "dpo"])
+@pytest.fixture(scope="module", params=["sft", pytest.param("dpo", marks=pytest.mark.slow)])
 def here(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, float]]]:
     return request.param, run(request.param, tmp_path_factory.mktemp(request.param))
 

@@ -432,7 +432,7 @@ def test_what_is_sampled_together_counts_together(here: Path, model: str, capsys
 
 @pytest.mark.ray
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("judge", ["env=number", "env={}/guess.py:env"])
+@pytest.mark.parametrize("judge", [pytest.param("env=number", marks=pytest.mark.slow), "env={}/guess.py:env"])
 def test_on_ray_it_gives_what_it_gives_here(judge: str, here: Path, model: str) -> None:
     results = []
     for cluster in ("local", "ray"):

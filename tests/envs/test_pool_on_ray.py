@@ -123,7 +123,7 @@ def told(kind: str, address: str, gcs: str, **env: str) -> list[str]:
     return run.stdout.splitlines()
 
 
-@pytest.mark.parametrize("kind", ["host:port", "ray://", "auto"])
+@pytest.mark.parametrize("kind", ["host:port", pytest.param("ray://", marks=pytest.mark.slow), "auto"])
 def test_an_address_of_each_kind(addresses: tuple[str, str], kind: str) -> None:
     """What was joined by one address is known by its other ones."""
     gcs, client = addresses
@@ -135,6 +135,7 @@ def test_an_address_of_each_kind(addresses: tuple[str, str], kind: str) -> None:
     assert "pooled(right): cluster='ray' would start a Ray cluster; give the address of one that runs" in none
 
 
+@pytest.mark.slow
 def test_more_workers_than_free_processors(addresses: tuple[str, str]) -> None:
     """The calls are made by those that could start; where none can, the error says what is free."""
     lines = told("scarce", addresses[0], addresses[0])

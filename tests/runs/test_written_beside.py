@@ -309,6 +309,7 @@ def test_killed_in_the_middle_the_one_before_is_used(
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_processes_on_ray(on_ray: Cluster, tmp_path: Path) -> None:
     made = dict[str, dict[str, torch.Tensor]]()

@@ -478,6 +478,7 @@ def test_publish_compares_log_probabilities_with_the_same_routes(local: Cluster,
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_routes_travel_through_ray(on_ray: Cluster, tmp_path: Path) -> None:
     """From a sampler through the program to a trainer of two processes: with the numbers of the local cluster."""
     mine, other = (nearly_tied(KINDS["qwen3_moe"], tmp_path, seed) for seed in (0, 1))

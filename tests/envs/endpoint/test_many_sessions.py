@@ -169,7 +169,7 @@ def test_weights_are_published_while_vllm_answers_agents(on_ray: Cluster, sessio
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("where", ["on a mesh", "in processes of a pool"])
+@pytest.mark.parametrize("where", ["on a mesh", pytest.param("in processes of a pool", marks=pytest.mark.slow)])
 def test_agents_on_other_nodes_of_ray_make_the_same_rows(where: str, on_ray: Cluster) -> None:
     """The endpoint is where the agents are, and the sampler on a mesh of its own."""
     env, tasks = talking(4), [{"index": at} for at in range(3)]

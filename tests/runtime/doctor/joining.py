@@ -124,6 +124,7 @@ def test_an_interface_that_is_not_there_and_a_folder_that_is_another(
     assert "GLOO_SOCKET_IFNAME" in todo
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_ports_that_are_closed_are_told_by_host(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Probe, "listen", closed)

@@ -203,7 +203,7 @@ def test_a_thread_that_goes_on_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("program", "how"),
     [
-        (works, signal.SIGINT),
+        pytest.param(works, signal.SIGINT, marks=pytest.mark.slow),
         (works, signal.SIGKILL),
         (starts, signal.SIGINT),
         pytest.param(works, signal.SIGTERM, marks=pytest.mark.slow),
