@@ -352,7 +352,7 @@ def test_rows_go_on_where_weights_broke_off(it: Made) -> None:
     ("family", "tied"),
     [
         ("qwen2", False),
-        ("llama", True),
+        pytest.param("llama", True, marks=pytest.mark.slow),
         pytest.param("qwen2", True, marks=pytest.mark.slow),
         pytest.param("llama", False, marks=pytest.mark.slow),
     ],

@@ -11,7 +11,7 @@ from nrl.runtime import Cluster
 from tests.envs.tool_texts import WRITERS, written
 from tests.meshes import end
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 PARSERS = {
     "hermes": "hermes",
