@@ -76,7 +76,7 @@ OPTIONS: dict[str, tuple[Sequence[str], str]] = {
     "mounts": (["container=pyxis", "image=i", "mounts=[/data, /a:/b:ro]"], ",/data:/data,/a:/b:ro"),
     "venv": (["venv=/venvs/my env"], "export PATH='/venvs/my env'/bin:$PATH"),
     "executables": (["executables=[base, vllm]"], "nrl venvs build base vllm"),
-    "doctor": (["doctor=true"], 'nrl doctor cluster=auto hosts="$SLURM_NNODES" shared="$logs"'),
+    "doctor": (["doctor=true"], 'nrl doctor cluster=auto hosts="$SLURM_NNODES" shared="$shared" deadline=300'),
     "venvs": (["venvs=/local/venvs"], "export NRL_VENV_DIR=/local/venvs"),
     "setup": ([f"setup={__file__}"], f"source {__file__}"),
     "env": (["env={HF_HOME: /data/hf}"], "export HF_HOME=/data/hf"),
@@ -121,11 +121,13 @@ def test_shellcheck_finds_nothing_in_any_variant(program: Path, tmp_path: Path) 
 
 def functions(text: str) -> str:
     """Those of a script, without what it does."""
-    return "\n".join(re.findall(r"^(?:answers|node|program|goes_on)\(\) \{.*?\}$", text, re.MULTILINE | re.DOTALL))
+    return "\n".join(
+        re.findall(r"^(?:answers|node|program|goes_on|tell|told)\(\) \{.*?\}$", text, re.MULTILINE | re.DOTALL)
+    )
 
 
 def command(text: str) -> str:
-    (found,) = re.findall(r"-- (program .*) &$", text, re.MULTILINE)
+    (found,) = re.findall(r"-- (program .*) \|\| status=\$\?$", text, re.MULTILINE)
     return str(found)
 
 
@@ -145,21 +147,27 @@ def test_the_program_knows_how_much_time_it_has(program: Path) -> None:
     for settings, seconds in (([], 100), (["grace=600"], 580), (["grace=20"], 15), (["grace=1"], 1)):
         assert f"program train.py checkpoints.grace={seconds} cluster=auto" in deployed(program, *settings)
     assert "train.py checkpoints.grace=9 cluster=auto" in deployed(program, "arguments=[checkpoints.grace=9]")
+    assert "train.py checkpoints.grace=100 cluster=auto" in deployed(program, "arguments=[checkpoints.grace=100]")
+    (program.parent / "some.yaml").write_text("checkpoints: {grace: 60}\n")
+    assert "train.py some.yaml cluster=auto" in deployed(program, "arguments=[some.yaml]")
+    (program.parent / "some.yaml").write_text("checkpoints: {grace: 110}\n")
+    with pytest.raises(ConfigError, match=r"checkpoints.grace=110 and grace=120; .* 100 s at most: give grace=170"):
+        deployed(program, "arguments=[some.yaml]")
 
 
 def test_what_is_built_first_follows_the_program(program: Path) -> None:
     given = "arguments=[trainer=megatron, sampler=vllm-cpu]"
-    assert "nrl venvs build base mcore vllm-cpu)" in deployed(program, given)
-    assert "nrl venvs build base)" in deployed(program, "arguments=[sampler=hf]")
+    assert "nrl venvs build base mcore vllm-cpu ||" in deployed(program, given)
+    assert "nrl venvs build base ||" in deployed(program, "arguments=[sampler=hf]")
     (program.parent / "some.yaml").write_text("sampler: vllm\ntrainer: megatron\n")
-    assert "nrl venvs build base mcore vllm)" in deployed(program, "arguments=[some.yaml]")
-    assert "nrl venvs build base vllm)" in deployed(program, "arguments=[some.yaml, trainer=fsdp]")
-    assert "nrl venvs build base vllm)" in deployed(program, "arguments=[trainer=fsdp, config=some.yaml]")
+    assert "nrl venvs build base mcore vllm ||" in deployed(program, "arguments=[some.yaml]")
+    assert "nrl venvs build base vllm ||" in deployed(program, "arguments=[some.yaml, trainer=fsdp]")
+    assert "nrl venvs build base vllm ||" in deployed(program, "arguments=[trainer=fsdp, config=some.yaml]")
     (program.parent / "some.toml").write_text('sampler = "vllm-cpu"\n')
-    assert "nrl venvs build base vllm-cpu)" in deployed(program, "arguments=[some.toml]")
+    assert "nrl venvs build base vllm-cpu ||" in deployed(program, "arguments=[some.toml]")
     (program.parent / "bad.yaml").write_text("sampler: [vllm\n")
-    assert "nrl venvs build base)" in deployed(program, "arguments=[bad.yaml]")
-    assert "nrl venvs build gym)" in deployed(program, given, "executables=[gym]")
+    assert "nrl venvs build base ||" in deployed(program, "arguments=[bad.yaml]")
+    assert "nrl venvs build gym ||" in deployed(program, given, "executables=[gym]")
 
 
 def test_a_job_ends_where_its_setup_fails(
@@ -176,12 +184,35 @@ def test_a_job_ends_where_its_setup_fails(
 
 
 @pytest.mark.parametrize("status", [0, 1])
-def test_a_job_whose_nodes_the_doctor_finds_ill_ends_before_its_program(program: Path, status: int) -> None:
-    (ask,) = re.findall(r"^\(step .*\n +nrl doctor.*\n.*$", deployed(program, "doctor=true"), re.MULTILINE)
-    bash = f"step() {{ return {status}; }}\n{ask}\necho on"
+def test_a_job_whose_nodes_the_doctor_finds_ill_ends_before_its_program(
+    program: Path, status: int, tmp_path: Path
+) -> None:
+    text = deployed(program, "doctor=true", f"out={tmp_path}/a b/run", "logs=l")
+    (ask,) = re.findall(r"^# What it finds .*?^fi$", text, re.MULTILINE | re.DOTALL)
+    told = f'told() {{ echo "${{@: -2:1}}"; return {status}; }}'
+    bash = f"asked='' SLURM_NNODES=2 SLURMD_NODENAME=a\n{told}\n{ask}\necho on"
     done = subprocess.run(["bash", "-c", bash], env=environment(), capture_output=True, text=True)
     said = "job: something has FAILED on these nodes, as said above; the program was not started\n"
-    assert (done.returncode, done.stdout, done.stderr) == ((1, "", said) if status else (0, "on\n", ""))
+    asked = f"shared={tmp_path}/a b\n"  # the disk of the run, where nothing may be yet
+    assert (done.returncode, done.stdout, done.stderr) == ((1, asked, said) if status else (0, f"{asked}on\n", ""))
+    assert (tmp_path / "a b").is_dir()
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_step_ends_early_when_the_job_is_told_to(program: Path, number: int) -> None:
+    """Such as the building of environments, which the program does not begin before."""
+    text = deployed(program)
+    traps = "\n".join(re.findall(r"^trap .*$", text, re.MULTILINE))
+    (build,) = re.findall(r"^told --output=.*\n.*exit 1; }$", text, re.MULTILINE)
+    step = "step() { echo begun; trap - USR1; exec sleep 60; }"
+    begun = f"set -euo pipefail\nlogs=l requeue='' asked='' driver=''\n{functions(text)}\n{step}\n{traps}"
+    bash = f"{begun}\n{build}\necho $asked $requeue"
+    with subprocess.Popen(["bash", "-c", bash], stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == "begun\n"
+        running.send_signal(number)
+        assert running.stdout.readline() == ("yes yes\n" if number == signal.SIGUSR1 else "yes\n")
+        assert running.wait(20) == 0
 
 
 CONFIG = """
@@ -308,11 +339,14 @@ def test_no_program_is_imported_that_might_do_more_than_declare_its_settings(
 def test_an_executable_of_the_programs_own_is_built_from_its_file(
     configured: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "nrl venvs build --import=train.py base judge)" in deployed(configured, "executables=[base, judge]")
-    assert "nrl venvs build base)" in deployed(configured)
+    assert "nrl venvs build --import=train.py base judge ||" in deployed(configured, "executables=[base, judge]")
+    assert "nrl venvs build base ||" in deployed(configured)
+    configured.write_text(CONFIG.replace("seed: int = 7", 'seed: int = 7\n    sampler: str = "vllm"'))
+    assert "nrl venvs build base vllm ||" in deployed(configured)  # by a default in the code
+    assert "nrl venvs build base ||" in deployed(configured, "check=false")
     capsys.readouterr()
     configured.write_text(CONFIG.replace("nrl.launch(", "print("))
-    assert "nrl venvs build --import=train.py else)" in deployed(configured, "executables=[else]")
+    assert "nrl venvs build --import=train.py else ||" in deployed(configured, "executables=[else]")
     assert capsys.readouterr().err == (
         "deploy slurm: it is not known here whether train.py registers the executable 'else'; if it does not, the job "
         "ends before the program starts\n"
@@ -412,40 +446,44 @@ def test_a_head_that_does_not_start_is_tried_again(program: Path, tmp_path: Path
 
 def test_a_job_ends_where_its_head_does_not_start(program: Path, tmp_path: Path) -> None:
     """Although the other nodes' part of the step goes on."""
-    (loop,) = re.findall(r"^nodes=\$!\n(until .*?^done)$", deployed(program), re.MULTILINE | re.DOTALL)
+    (loop,) = re.findall(r"^    nodes=\$!\n(    until .*?^    done)$", deployed(program), re.MULTILINE | re.DOTALL)
     (tmp_path / "ended").touch()
-    bash = f"logs={tmp_path}; sleep 60 & nodes=$!; trap 'kill $nodes' EXIT\n{loop}\necho on"
+    bash = f"logs={tmp_path} asked=''; sleep 60 & nodes=$!; trap 'kill $nodes' EXIT\n{loop}\necho on"
     done = subprocess.run(["bash", "-c", bash], capture_output=True, text=True, timeout=30)
     assert (done.returncode, done.stdout) == (1, "")
     assert re.fullmatch(r"job: Ray does not start on .*; see .*/node-0.log\n", done.stderr)
 
 
 def test_a_job_is_not_requeued_after_three_starts_that_came_no_further(program: Path, tmp_path: Path) -> None:
-    """A step more is enough; of what is no run of nrl nothing is known."""
-    for settings, name in ([], "a b"), (["seeds=3"], "a b/seed-2"):
-        text = deployed(program, f"out={tmp_path}/a b", "logs=l", *settings)
+    """A step more is enough. In a container the folder may be elsewhere, so of one without a run nothing is known."""
+    contained = ["container=apptainer", "image=i", "mounts=[/tmp]"]
+    for settings, name in ([], "a b"), (["seeds=3"], "a b/seed-2"), (contained, "a b"):
+        text = deployed(program, f"out={tmp_path}/{len(settings)}/a b", "logs=l", *settings)
         (end,) = re.findall(r"^if \[ -n \"\$requeue\" .*", text, re.MULTILINE | re.DOTALL)
         logs = tmp_path / f"{len(settings)}" / "start-0"
         logs.mkdir(parents=True)
-        given = f"SLURM_ARRAY_TASK_ID=2 logs={logs} requeue=yes status=143\nscontrol() {{ :; }}\nset -euo pipefail\n"
+        given = f"SLURM_ARRAY_JOB_ID=5 SLURM_ARRAY_TASK_ID=2 logs={logs} requeue=yes status=143\n"
+        given += 'scontrol() { echo "$*"; }\nset -euo pipefail\n'
 
         def ended(bash: str = f"{functions(text)}\n{given}{end}") -> str:
             done = subprocess.run(["bash", "-c", bash], env=environment(), capture_output=True, text=True)
             assert done.returncode == 143
             return done.stdout + done.stderr
 
-        again = "job: requeued, to go on from the last checkpoint\n"
-        run = tmp_path / name
-        assert [ended() for _ in range(4)] == [again] * 4
+        number = "5_2" if "seeds=3" in settings else "7"  # of an array, 5 alone is the one of all its jobs
+        again = f"job: requeued, to go on from the last checkpoint\nrequeue {number}\n"
+        no_more = "job: not requeued: three starts came no further than one before them; give more time= or grace=\n"
+        run = tmp_path / f"{len(settings)}" / name
+        first = [ended() for _ in range(3)]  # each ended within its first step, and left no folder
+        assert first == ([again] * 3 if settings == contained else [again] * 2 + [no_more])
+        (logs.parent / "steps").unlink(missing_ok=True)
         run.mkdir(parents=True, exist_ok=True)
         (run / "config.yaml").touch()
         assert [ended() for _ in range(2)] == [again] * 2
         (run / "metrics.jsonl").write_text("{}\n{}\n")
         assert [ended() for _ in range(3)] == [again] * 3
         (run / "metrics.jsonl").write_text("{}\n")  # of a start that began again, and did less
-        assert ended() == (
-            "job: not requeued: three starts came no further than one before them; give more time= or grace=\n"
-        )
+        assert ended() == no_more
 
 
 REFUSED = {
@@ -483,6 +521,8 @@ CONTRADICTIONS = {
     ("options=[--sig=B:TERM@5]",): "found --sig=B:TERM@5 among options=, and the script has --signal of its own",
     ("options=[--no-requeue]",): "the script has --no-requeue of its own; edit the script where you want another",
     ("options=[--exclusive=user]",): "the script has --exclusive of its own; give cpus= of the job's own instead",
+    ("options=[--gpus-per-socket=4]",): "the script has --gpus-per-socket of its own; give gpus= and gpu_type= instead",
+    ("options=[--ntasks-per-gpu=1]",): "the script has --ntasks-per-gpu of its own; give nodes= instead",
     ("options=['--gres=gpu:8']",): "found GPUs in options=, of which Ray would not know; give gpus= and gpu_type=",
     ("env.RAY_ADDRESS=a:1",): "found RAY_ADDRESS among the variables, which the files set themselves; leave it out",
     ("env.NRL_VENV_DIR=/v",): "found NRL_VENV_DIR among the variables, which the files set themselves; give venvs= ins",
@@ -496,6 +536,7 @@ CONTRADICTIONS = {
     ("arguments=[cluster=local]",): "found cluster=local after `--`; the program joins the cluster of the job",
     ("arguments=[out=x]",): "found out=x after `--`; give it before, since the files name that folder, too",
     ("arguments=[checkpoints.grace=200]",): "found checkpoints.grace=200 and grace=120; the program is killed then",
+    ("arguments=[checkpoints.grace=101]",): "what it may take has to be less, 100 s at most: give grace=161",
     ("env={HF_TOKEN: hf_abc}",): "HF_TOKEN looks like a secret, which a file must not hold; export it in the shell",
     ("arguments=[engine.api_key=abc]",): "engine.api_key looks like a secret, which a file must not hold",
     ('setup="a\\nrm -rf x"',): "setup has a character that cannot be printed; found",

@@ -79,7 +79,7 @@ def of_kubernetes(manifest: Any) -> list[str]:
 
 
 def written(*settings: str) -> dict[str, Any]:
-    given = ["program=examples/grpo.py", "image=registry.example/nrl:1", *settings]
+    given = ["program=examples/grpo.py", "image=registry.example/nrl:1", "check=false", *settings]
     return {name: yaml.load(text, yaml.CSafeLoader) for name, text in manifests(config.load(Kubernetes, given)).items()}
 
 
@@ -144,7 +144,7 @@ def test_each_option_changes_a_manifest() -> None:
         found = written(*settings)
         assert has(found[file], value), name
         assert not has(plain.get(file, {}), value), name
-    elsewhere = {"program", "arguments", "to", "force", "out"}
+    elsewhere = {"program", "arguments", "to", "force", "out", "check"}
     assert {each.name for each in attrs.fields(Kubernetes)} == OPTIONS.keys() | elsewhere
 
 
@@ -348,6 +348,43 @@ def test_no_variable_of_a_pod_can_be_given_twice() -> None:
             written(f"env={{{name}: x}}")
     with pytest.raises(ConfigError, match="found A in env= and in secrets=; leave it in one of them"):
         written("env.A=x", "secrets.A=b/c")
+
+
+CONFIG = """
+import attrs, nrl
+from nrl.checkpoint import Checkpoints
+
+@attrs.frozen
+class Config:
+    out: str
+    cluster: str
+    checkpoints: Checkpoints
+    steps: int = 3
+    layout: nrl.Layout = nrl.Layout()
+    samplers: int = 1
+
+if __name__ == "__main__":
+    nrl.launch(print, Config)
+"""
+
+
+def test_settings_are_those_of_a_program_that_is_here_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(CONFIG)
+    given = ["program=train.py", "check=true"]
+    with pytest.raises(ConfigError, match="stepps: no such key; did you mean 'steps'"):
+        written(*given, "arguments=[stepps=3]")
+    with pytest.raises(ConfigError, match="takes 16 slots, 8 by its layout and 8 for samplers; workers=1 with gpus=8"):
+        written(*given, "gpus=8", "arguments=[layout.dp=8, samplers=8]")
+    assert written(*given, "gpus=8", "workers=2", "arguments=[layout.dp=8, samplers=8]")
+    (tmp_path / "some.yaml").write_text("checkpoints: {grace: 60}\n")
+    start = written(*given, "arguments=[some.yaml]")["scripts.yaml"]["data"]["start.sh"]
+    assert "train.py some.yaml cluster=auto" in start
+    assert "importing train.py, whose Config takes the settings" in capsys.readouterr().err
+    (tmp_path / "train.py").unlink()  # it is in the image alone
+    assert written(*given, "arguments=[stepps=3]")
 
 
 def test_it_says_which_claim_has_to_be_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,15 +105,24 @@ def undisturbed(out: Path, *program: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_seeds_run_at_once_each_on_a_node_of_its_own(tmp_path: Path) -> None:
-    program = ["steps=6", "warmup=4", "prompts=4", "group_size=4", "eval_data=null", "samplers=0"]
+def test_seeds_run_at_once_each_on_a_node_of_its_own_and_one_is_requeued_alone(tmp_path: Path) -> None:
+    """The last one, whose number is that of the whole array."""
+    program = ["steps=40", "warmup=4", "prompts=4", "group_size=4", "eval_data=null", "samplers=0"]
     with slurm(tmp_path / "slurm") as up:
         array = submitted(up, script(up, "seeds", "examples/grpo.py", ["seeds=2", "time=20"], program))
         jobs = [f"{array}_{seed}" for seed in range(2)]
+        metrics = [up.shared / "seeds" / f"seed-{seed}" / "metrics.jsonl" for seed in range(2)]
+        for job, path in zip(jobs, metrics, strict=True):
+            wait(up, job, lambda path=path: path.exists() and len(lines(path)) >= 2, 600)  # type: ignore[misc]
+        assert f"JobId={array} ArrayJobId={array} ArrayTaskId=1 " in up("scontrol", "show", "job", jobs[1])
+        up("scancel", "--batch", "--signal=USR1", jobs[1])
+        wait(up, jobs[1], lambda: "job: requeued, to go on" in said(up, array), 100)
         for job in jobs:
             wait(up, job, lambda job=job: state(up, job) == "COMPLETED", 1000)  # type: ignore[misc]
         hosts = [re.findall(r"BatchHost=(\S+)", up("scontrol", "show", "job", job)) for job in jobs]
         assert sorted(hosts) == [["node-a"], ["node-b"]]
+        starts = [re.findall(r"Restarts=(\d)", up("scontrol", "show", "job", job)) for job in jobs]
+        assert starts == [["0"], ["1"]]
         losses = []
         for seed in range(2):
             undisturbed(up.shared / f"alone-{seed}", *program, f"seed={seed}")

@@ -163,11 +163,14 @@ def program_arguments(arguments: Sequence[str], command: str) -> tuple[str, ...]
     return tuple(each for each in arguments if each != "cluster=auto")
 
 
-def with_grace(arguments: Sequence[str], grace: int, spare: int, command: str) -> tuple[str, ...]:
+def with_grace(
+    arguments: Sequence[str], files: Mapping[str, Any], grace: int, spare: int, command: str
+) -> tuple[str, ...]:
     """The program's arguments, which say how much time it has when it is told to end.
 
     Args:
         arguments: of the program.
+        files: what its files of settings say.
         grace: seconds from then until it is killed.
         spare: seconds of them that what ends after the program needs.
         command: for the error.
@@ -175,18 +178,25 @@ def with_grace(arguments: Sequence[str], grace: int, spare: int, command: str) -
     Raises:
         ConfigError: they say more than that already.
 
-    >>> with_grace(["steps=3"], 120, 20, "deploy")
+    >>> with_grace(["steps=3"], {}, 120, 20, "deploy")
     ('steps=3', 'checkpoints.grace=100')
+    >>> with_grace(["a.yaml"], {"checkpoints": {"grace": 60}}, 120, 20, "deploy")
+    ('a.yaml',)
     """
-    for each in arguments:
-        key, _, text = each.partition("=")
-        if key == _GRACE and text.replace(".", "", 1).isdigit() and float(text) >= grace:
-            raise ConfigError(
-                f"{command}: found {each} and grace={grace}; the program is killed then, and what it may take has to "
-                f"be less: give grace={int(float(text)) + 60}"
-            )
-    said = any(each.startswith(f"{_GRACE}=") for each in arguments)
-    return (*arguments, *([] if said else [f"{_GRACE}={grace - spare}"]))
+    group, _, key = _GRACE.partition(".")
+    of_files = files.get(group)
+    found = [of_files[key]] if isinstance(of_files, Mapping) and key in of_files else []
+    found += [files[_GRACE]] if _GRACE in files else []
+    found += [text for name, _, text in (each.partition("=") for each in arguments) if name == _GRACE]
+    if not found:
+        return (*arguments, f"{_GRACE}={grace - spare}")
+    said = str(found[-1])  # the last one counts
+    if said.replace(".", "", 1).isdigit() and float(said) > grace - spare:
+        raise ConfigError(
+            f"{command}: found {_GRACE}={said} and grace={grace}; the program is killed then, and what it may take has "
+            f"to be less, {grace - spare} s at most: give grace={int(float(said)) + 60}"
+        )
+    return tuple(arguments)
 
 
 def _texts(value: Any, key: str = "") -> list[tuple[str, str]]:

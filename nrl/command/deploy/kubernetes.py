@@ -18,6 +18,7 @@ from nrl.command.deploy.checks import (
     program_arguments,
     with_grace,
 )
+from nrl.command.deploy.programs import check_fits, load, settings_in_files
 from nrl.command.deploy.writing import filled, write
 from nrl.errors import ConfigError
 
@@ -104,10 +105,11 @@ class Kubernetes:
     tolerations: tuple[str, ...] = attrs.field(default=(), validator=_toleration)  # KEY[=VALUE][:EFFECT] of workers
     topology: str | None = attrs.field(default=None, validator=_label)  # a label of nodes; workers share one value
     labels: dict[str, str] = attrs.field(factory=dict, validator=_labels)  # kueue.x-k8s.io/queue-name and others
+    check: bool = True  # where the program is here, too: see that its Config takes what it is given
     suspend: bool = False  # begin suspended
     grace: int = attrs.field(default=120, validator=_positive)  # seconds for the program to save, when pods end
     retries: int = attrs.field(default=3, validator=_not_negative)  # after a failure, each on a new cluster
-    deadline: int | None = attrs.field(default=None, validator=_maybe)  # seconds for it all; none: any time
+    deadline: int | None = attrs.field(default=None, validator=_maybe)  # seconds for each start; none: any time
     keep: int = attrs.field(default=3600, validator=_not_negative)  # seconds for which pods stay at the end
     ray_version: str = config.derived(
         lambda cfg: metadata.version("ray"), validator=matches(r"\d+(\.\d+)+", "numbers")
@@ -141,8 +143,13 @@ def manifests(cfg: Kubernetes) -> dict[str, str]:
     if twice := sorted(cfg.env.keys() & cfg.secrets.keys()):
         raise ConfigError(f"{_COMMAND}: found {twice[0]} in env= and in secrets=; leave it in one of them")
     check_secrets(cfg.arguments, cfg.env, _COMMAND, "give secrets.VARIABLE=SECRET/KEY, a reference to one")
-    arguments = with_grace(program_arguments(cfg.arguments, _COMMAND), cfg.grace, 0, _COMMAND)
+    given = program_arguments(cfg.arguments, _COMMAND)
+    arguments = with_grace(given, settings_in_files(given, "."), cfg.grace, 0, _COMMAND)
     _check(cfg)
+    if cfg.check:  # in the image it is in another folder, and from there its path is the same
+        added = (*arguments[len(given) :], "cluster=auto", f"out={cfg.out}")
+        loaded = load(cfg.program, given, added, ".", _COMMAND)
+        check_fits(loaded, "workers", cfg.workers, cfg.gpus, _COMMAND)
     values: dict[str, Any] = attrs.asdict(cfg) | {
         "grace": cfg.grace + _SPARE,
         "command": shlex.join([cfg.program, *arguments, "cluster=auto", f"out={cfg.out}"]),

@@ -138,12 +138,13 @@ def load(program: str, words: Sequence[str], added: Sequence[str], folder: str, 
         return None if cls is None else config.load(cls, [*words, *added], program=program, caller=caller)
 
 
-def check_fits(loaded: Any, nodes: int, gpus: int, command: str) -> None:
+def check_fits(loaded: Any, key: str, nodes: int, gpus: int, command: str) -> None:
     """See that a job has the slots that a program's ``layout`` and ``samplers`` ask for.
 
     Args:
         loaded: its configuration.
-        nodes: of the job.
+        key: the setting that says how many nodes there are.
+        nodes: that number.
         gpus: of a node; 0: slots are processors, whose number is not known here.
         command: for the error.
 
@@ -154,7 +155,7 @@ def check_fits(loaded: Any, nodes: int, gpus: int, command: str) -> None:
     if gpus and isinstance(slots, int) and isinstance(samplers, int) and slots + samplers > nodes * gpus:
         raise ConfigError(
             f"{command}: the program takes {slots + samplers} slots, {slots} by its layout and {samplers} for "
-            f"samplers; nodes={nodes} with gpus={gpus} have {nodes * gpus} GPUs: give more of them, or it less"
+            f"samplers; {key}={nodes} with gpus={gpus} have {nodes * gpus} GPUs: give more of them, or it less"
         )
 
 

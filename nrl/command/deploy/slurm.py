@@ -40,10 +40,10 @@ _OPTIONS = {
     "signal": "grace=",
     "array": "seeds= and at_once=",
     "output": "logs=",
-    **dict.fromkeys(("ntasks", "ntasks-per-node"), "nodes="),
-    **dict.fromkeys(("cpus-per-task", "cpus-per-gpu"), "cpus="),
+    **dict.fromkeys(("ntasks", "ntasks-per-node", "ntasks-per-core", "ntasks-per-socket", "ntasks-per-gpu"), "nodes="),
+    **dict.fromkeys(("cpus-per-task", "cpus-per-gpu", "cores-per-socket", "sockets-per-node"), "cpus="),
     **dict.fromkeys(("mem", "mem-per-cpu", "mem-per-gpu"), "memory="),
-    **dict.fromkeys(("gpus", "gpus-per-node", "gpus-per-task"), "gpus= and gpu_type="),
+    **dict.fromkeys(("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket"), "gpus= and gpu_type="),
     **dict.fromkeys(("requeue", "no-requeue", "open-mode"), ""),
 }
 """Options of sbatch that the script has, and what to give instead."""
@@ -58,9 +58,11 @@ _VARIABLES = {
     ),
     **dict.fromkeys(("RAY_prestart_worker_first_driver", "RAY_process_group_cleanup_enabled"), ""),
     **dict.fromkeys(("RAY_enable_pipe_based_agent_to_parent_health_check", "PYTHONUNBUFFERED"), ""),
-    **dict.fromkeys(("SLURM_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT", "SLURM_NNODES"), ""),
-    **dict.fromkeys(("SLURM_NODEID", "SLURM_CPUS_ON_NODE", "SLURMD_NODENAME"), ""),
-    **dict.fromkeys(("logs", "head", "temp", "nodes", "driver", "status", "asked", "requeue"), ""),
+    **dict.fromkeys(("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"), ""),
+    **dict.fromkeys(
+        ("SLURM_RESTART_COUNT", "SLURM_NNODES", "SLURM_NODEID", "SLURM_CPUS_ON_NODE", "SLURMD_NODENAME"), ""
+    ),
+    **dict.fromkeys(("logs", "head", "temp", "nodes", "driver", "status", "asked", "requeue", "shared"), ""),
 }
 """Variables that the script sets, or that Slurm sets for it, and what to give instead."""
 _job = matches(r"[\w.-]+", "a name of letters, digits and ._-")
@@ -83,10 +85,12 @@ _mount = matches(r"/[^,:]*(:/[^,:]*(:[a-z]+)?)?", "mounts such as /data or /host
 _interface = matches(r"[\w.-]+", "the name of a network interface, such as ib0")
 
 
-def _needed(cfg: "Slurm") -> tuple[str, ...]:
-    """The executables that the program's files of settings, and then its settings, ask for."""
+def _needed(cfg: "Slurm", loaded: Any) -> tuple[str, ...]:
+    """The executables that the program's configuration asks for, or, unless it was loaded, files and settings."""
     pairs = dict(each.split("=", 1) for each in cfg.arguments if "=" in each)
     said = settings_in_files(cfg.arguments, _folder(cfg)) | pairs
+    if loaded is not None:
+        said |= {key: getattr(loaded, key) for key, _ in _NEEDED if hasattr(loaded, key)}
     return ("base", *(name for (key, value), name in _NEEDED.items() if said.get(key) == value))
 
 
@@ -123,11 +127,9 @@ class Slurm:
     image: str | None = None  # of the container, such as docker://registry#team/nrl:1, or a file
     mounts: tuple[str, ...] = attrs.field(default=(), validator=_mount)  # into the container, besides folder
     venv: str | None = config.derived(lambda cfg: None if cfg.container else sys.prefix)  # that has nrl, on all nodes
-    executables: tuple[str, ...] = config.derived(
-        _needed,
-        help="to build first, by default those of the program's trainer= and sampler=; []: none",
-        validator=_executable,
-    )
+    executables: tuple[str, ...] | None = attrs.field(
+        default=None, validator=_executable
+    )  # to build first; none: those of the program's trainer= and sampler=; []: nothing
     check: bool = True  # see that files of settings are here, and that the program's Config takes what it is given
     doctor: bool = False  # ask `nrl doctor` of all nodes before the program; where something fails the job ends
     venvs: str | None = None  # NRL_VENV_DIR; best on a disk of the node; none: in the user's cache
@@ -164,7 +166,8 @@ def script(cfg: Slurm) -> str:
         raise ConfigError(f"{_COMMAND}: found GPUs in options=, of which Ray would not know; give gpus= and gpu_type=")
     _check_times(cfg)
     spare = min(_SPARE, cfg.grace // 4)
-    arguments = with_grace(program_arguments(cfg.arguments, _COMMAND), cfg.grace, spare, _COMMAND)
+    said = settings_in_files(cfg.arguments, _folder(cfg))
+    arguments = with_grace(program_arguments(cfg.arguments, _COMMAND), said, cfg.grace, spare, _COMMAND)
     first, last = (int(each) for each in cfg.ports.split("-"))
     if not 1024 <= first < first + _BLOCK - 1 <= last <= 65535:
         raise ConfigError(f"{_COMMAND}: ports={cfg.ports} is no range of {_BLOCK} ports or more from 1024 to 65535")
@@ -176,11 +179,13 @@ def script(cfg: Slurm) -> str:
         raise ConfigError(f"{_COMMAND}: found gpu_type={cfg.gpu_type} and gpus=0; give gpus=, the number in a node")
     setup, known = _setup(cfg), frozenset(EXECUTABLES)
     loaded = _checked(cfg, arguments)
+    wanted = _needed(cfg, loaded) if cfg.executables is None else cfg.executables
     values: dict[str, Any] = attrs.asdict(cfg) | {
         "folder": _folder(cfg),
         "setup": setup,
+        "executables": wanted,
         "builds": to_build(
-            cfg.executables, cfg.program, _folder(cfg), known=known, imported=loaded is not None, command=_COMMAND
+            wanted, cfg.program, _folder(cfg), known=known, imported=loaded is not None, command=_COMMAND
         ),
         "logs": _logs(cfg),
         "chosen": [(each, value) for each in _CHOSEN if (value := getattr(cfg, each)) is not None],
@@ -210,7 +215,7 @@ def _checked(cfg: Slurm, arguments: tuple[str, ...]) -> Any | None:
     seeded = ("seed=0", f"out={_out(cfg)}/seed-0") if cfg.seeds else (f"out={_out(cfg)}",)
     added = (*arguments[given:], "cluster=auto", *seeded)
     found = load(cfg.program, arguments[:given], added, folder, _COMMAND)
-    check_fits(found, cfg.nodes, cfg.gpus, _COMMAND)
+    check_fits(found, "nodes", cfg.nodes, cfg.gpus, _COMMAND)
     return found
 
 

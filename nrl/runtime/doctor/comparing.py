@@ -108,11 +108,12 @@ def _kinds_of_gpus(hosts: Mapping[str, Facts]) -> Iterator[tuple[str, Finding]]:
 def slots(host: str, facts: Facts, resources: Mapping[str, float]) -> Iterator[Finding]:
     """Whether Ray hands out what a host has."""
     cpus, gpus = resources.get("CPU", 0), resources.get("GPU", 0)
-    there = len((facts["gpus"] or {}).get("devices", ()))
+    found = facts["gpus"] or {"devices": [], "unseen": []}
+    there = len(found["devices"] or found["unseen"])
     said = f"Ray hands out {cpus:g} CPU" + (f" and {gpus:g} GPU" if gpus or there else "")
-    if gpus < there:
+    if gpus != there:
         more = f"`ray stop` there, and `ray start --num-gpus={there}`; CUDA_VISIBLE_DEVICES hides some, too"
-        yield _at(host, warning("slots", f"{said}; the host has {there} GPU(s)", more))
+        yield _at(host, warning("slots", f"{said}; the host has {there} of NVIDIA's GPUs", more))
     else:
         yield _at(host, ok("slots", said, cpus=cpus, gpus=gpus))
 

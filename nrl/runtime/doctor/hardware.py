@@ -193,6 +193,14 @@ def gpu(facts: Facts) -> Iterator[Finding]:
     if found is None:
         yield note("gpu", "there is none (no nvidia-smi): all runs on CPUs", devices=[])
         return
+    if found["unseen"]:
+        yield warning(
+            "gpu",
+            f"there is {', '.join(found['unseen'])}, and no nvidia-smi on PATH: driver, memory and links are not known",
+            "put it there; in a container NVIDIA_DRIVER_CAPABILITIES=compute,utility",
+            **found,
+        )
+        return
     if found["error"] or not found["devices"]:
         yield failed(
             "gpu",

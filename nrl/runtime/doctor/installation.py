@@ -110,7 +110,7 @@ def torch_judged(found: Mapping[str, Any], gpus: Mapping[str, Any] | None) -> It
         yield failed("torch", f"it cannot be imported: {found['error']}", again)
         return
     kind = f"CUDA {found['cuda']}" if found["cuda"] else f"ROCm {found['hip']}" if found["hip"] else "CPUs alone"
-    said, count = f"{found['version']}, built for {kind}", len(gpus["devices"]) if gpus else 0
+    said, count = f"{found['version']}, built for {kind}", len(gpus["devices"] or gpus["unseen"]) if gpus else 0
     if gpus is None or not count or found["devices"] == count:
         yield ok("torch", said + (f", sees {count} GPU(s); NCCL {found['nccl']}" if count else ""), **found)
     elif found["devices"]:

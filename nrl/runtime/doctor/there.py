@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nrl.runtime.node.environments import INVENTORY, default_folder, inventories
+from nrl.runtime.node.gpus import device_files
 from nrl.runtime.node.inspection import wrong_packages
 from nrl.runtime.node.installer import find_uv
 from nrl.runtime.node.machine import folders, python_with_torch
@@ -76,7 +77,7 @@ def look(ray: str, executables: Collection[str]) -> dict[str, Any]:
     """
 
     def torch() -> dict[str, Any]:
-        python, gpus = python_with_torch(ray), shutil.which("nvidia-smi") is not None
+        python, gpus = python_with_torch(ray), shutil.which("nvidia-smi") is not None or bool(device_files())
         # Ray hides all GPUs from a task that asks for none
         return {"python": python, **(look_at_torch(python, gpus, hidden=False) if python else {})}
 

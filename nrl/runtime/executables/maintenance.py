@@ -85,7 +85,7 @@ def listing(names: Iterable[str] = (), *, folder: Path | None = None) -> str:
     left = [each.name for each in _left_behind(folder)]
     rows += [(name, "", "", "", "", "incomplete: a builder is at work, or was killed") for name in left]
     if len(rows) == 1:
-        return f"{folder} has no environments; build one with `nrl venvs build base`"
+        return _none_in(folder)
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     lines = [
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[5]]) for row in rows
@@ -102,13 +102,15 @@ def check(names: Iterable[str] = (), *, folder: Path | None = None, say: Callabl
         say: gets a line for each executable.
 
     Returns:
-        Whether all of them have.
+        Whether all of them have, and there are some.
     """
     folder = folder or default_folder()
     found = inventories(folder)
-    there = sorted({each["executable"] for each in found.values()} & set(EXECUTABLES))
-    well = True
-    for name in list(names) or there:
+    asked = list(names) or sorted({each["executable"] for each in found.values()} & set(EXECUTABLES))
+    if not asked:
+        say(_none_in(folder))
+    well = bool(asked)
+    for name in asked:
         wanted = recipe(name, folder=folder)
         env, here, build = folder / wanted.name, project().root, f"`nrl venvs build {name}`"
         others = [other for other, each in found.items() if each["executable"] == name]
@@ -131,6 +133,10 @@ def check(names: Iterable[str] = (), *, folder: Path | None = None, say: Callabl
             say(f"{wanted.name}: is not in {folder}. Build it with {build}")
             well = False
     return well
+
+
+def _none_in(folder: Path) -> str:
+    return f"{folder} has no environments; build one with `nrl venvs build base`, or name another folder, NRL_VENV_DIR"
 
 
 def _other_sources(wanted: Recipe, folder: Path, here: Path) -> str:

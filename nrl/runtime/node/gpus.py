@@ -3,26 +3,30 @@
 import re
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
-__all__ = ["gpus", "links_of"]
+__all__ = ["device_files", "gpus", "links_of"]
 
+_DEVICES = "/dev"
 _PATIENCE = 20.0  # seconds: without persistence mode a driver starts its devices first
 
 
 def gpus() -> dict[str, Any] | None:
-    """Driver, the newest CUDA that it can run, devices, and their links; None: there is no ``nvidia-smi``.
+    """Driver, the newest CUDA that it can run, devices, and their links; None: there are none.
 
     Returns:
+        ``unseen`` has the devices that the system has where there is no ``nvidia-smi`` to say more of them.
         ``error`` is text where nvidia-smi fails, such as a driver that does not fit it. Memory is in bytes. ``links``
         has a list for each device, of how it is linked to each: ``X`` is itself, ``NV18`` are 18 NVLinks, ``PIX``,
         ``PXB``, ``PHB``, ``NODE`` and ``SYS`` ways over PCIe, from the nearest to the farthest.
     """
+    nothing: dict[str, Any] = {"driver": None, "cuda": None, "devices": [], "links": [], "error": "", "unseen": []}
     program = shutil.which("nvidia-smi")
     if program is None:
-        return None
-    nothing: dict[str, Any] = {"driver": None, "cuda": None, "devices": [], "links": [], "error": ""}
+        unseen = device_files()
+        return {**nothing, "unseen": unseen} if unseen else None
     try:
         text = _output(program, "-q", "-x")
         top = ET.fromstring(text)
@@ -47,6 +51,11 @@ def gpus() -> dict[str, Any] | None:
             links = []
     found = {"driver": top.findtext("driver_version"), "cuda": top.findtext("cuda_version")}
     return {**nothing, **found, "devices": devices, "links": links}
+
+
+def device_files() -> list[str]:
+    """The files of this system's GPUs, such as ``/dev/nvidia0``."""
+    return sorted(map(str, Path(_DEVICES).glob("nvidia[0-9]*")))
 
 
 def links_of(text: str, count: int) -> list[list[str]]:

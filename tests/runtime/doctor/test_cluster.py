@@ -141,7 +141,14 @@ def test_hosts_that_are_late_are_waited_for(
     assert "deadline= waits longer (0.3 s now)" in missing.todo
 
 
-GPU = {"driver": "550.54", "cuda": "12.4", "devices": [{"name": "NVIDIA A100"}] * 2, "links": [], "error": ""}
+GPU = {
+    "driver": "550.54",
+    "cuda": "12.4",
+    "devices": [{"name": "NVIDIA A100"}] * 2,
+    "links": [],
+    "error": "",
+    "unseen": [],
+}
 TORCH: dict[str, Any] = {"version": "2.13", "cuda": "13.0", "hip": None, "devices": 0, "said": [], "chosen": None}
 THERE: dict[str, Any] = {
     "uv": {"version": "0.13.8", "command": ["uv"]},

@@ -13,7 +13,14 @@ from nrl.runtime.doctor.findings import Finding
 from nrl.runtime.node.machine import PACKAGES, Facts
 
 GIB = 1 << 30
-GPUS = {"driver": "580.1", "cuda": "13.0", "devices": [{"name": "NVIDIA H100"}] * 8, "links": [], "error": ""}
+GPUS = {
+    "driver": "580.1",
+    "cuda": "13.0",
+    "devices": [{"name": "NVIDIA H100"}] * 8,
+    "links": [],
+    "error": "",
+    "unseen": [],
+}
 HOST: Facts = {
     "addresses": ["10.77.0.1"],
     "python": "3.12.4",
@@ -94,7 +101,10 @@ def test_a_host_without_gpus_does_not_differ_and_no_lock_is_no_other_lock() -> N
     [
         ({"CPU": 8.0}, None, "ok", "Ray hands out 8 CPU"),
         ({"CPU": 8.0, "GPU": 8.0}, GPUS, "ok", "Ray hands out 8 CPU and 8 GPU"),
-        ({"CPU": 8.0}, GPUS, "warning", "Ray hands out 8 CPU and 0 GPU; the host has 8 GPU(s)"),
+        ({"CPU": 8.0}, GPUS, "warning", "Ray hands out 8 CPU and 0 GPU; the host has 8 of NVIDIA's GPUs"),
+        ({"GPU": 9.0}, GPUS, "warning", "Ray hands out 0 CPU and 9 GPU; the host has 8 of NVIDIA's GPUs"),
+        ({"GPU": 1.0}, None, "warning", "Ray hands out 0 CPU and 1 GPU; the host has 0 of NVIDIA's GPUs"),
+        ({"GPU": 1.0}, {**GPUS, "devices": [], "unseen": ["/dev/nvidia0"]}, "ok", "Ray hands out 0 CPU and 1 GPU"),
     ],
 )
 def test_what_ray_hands_out(resources: dict[str, float], gpus: Any, level: str, said: str) -> None:

@@ -34,6 +34,7 @@ GOOD: Facts = {
         "devices": [H100, H100],
         "links": [["X", "NV18"], ["NV18", "X"]],
         "error": "",
+        "unseen": [],
     },
 }
 
@@ -273,6 +274,21 @@ def test_a_driver_that_is_broken_is_told(nvidia_smi: Callable[[str], None], text
     assert found is not None
     assert error in found["error"]
     assert [each.level for each in judged(GOOD | {"gpus": found}) if each.check == "gpu"] == ["failed"]
+
+
+def test_gpus_without_nvidia_smi_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As in a container that was given the devices, and not the driver's programs."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("nrl.runtime.node.gpus._DEVICES", str(tmp_path))
+    assert gpus() is None
+    for name in ("nvidiactl", "nvidia1", "nvidia0"):
+        (tmp_path / name).touch()
+    found = gpus()
+    assert found is not None
+    assert found["unseen"] == [f"{tmp_path}/nvidia0", f"{tmp_path}/nvidia1"]
+    [finding] = [each for each in judged(GOOD | {"gpus": found}) if each.check == "gpu"]
+    assert (finding.level, finding.todo[:12]) == ("warning", "put it there")
+    assert f"there is {tmp_path}/nvidia0, {tmp_path}/nvidia1, and no nvidia-smi" in finding.found
 
 
 def test_links_that_are_not_there_are_empty() -> None:

@@ -26,7 +26,14 @@ from nrl.runtime.executables.recipes import recipe
 from nrl.runtime.node.environments import INVENTORY
 from nrl.runtime.node.machine import Facts, facts
 
-GPU = {"driver": "550.54", "cuda": "12.4", "devices": [{"name": "NVIDIA A100"}] * 2, "links": [], "error": ""}
+GPU = {
+    "driver": "550.54",
+    "cuda": "12.4",
+    "devices": [{"name": "NVIDIA A100"}] * 2,
+    "links": [],
+    "error": "",
+    "unseen": [],
+}
 TORCH: dict[str, Any] = {
     "version": "2.13.0+cu130",
     "cuda": "13.0",
@@ -189,6 +196,18 @@ def test_torch_and_the_gpus(
     assert last.level == level
     assert said in last.found
     assert todo in last.todo
+
+
+def test_torch_is_asked_for_gpus_of_which_nvidia_smi_says_nothing(here: Facts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is imported, and has to see as many."""
+    unseen = {**GPU, "driver": None, "cuda": None, "devices": [], "unseen": ["/dev/nvidia0"]}
+    for devices, level in ((1, "ok"), (0, "failed")):
+        asked = list[bool]()
+        seen = {**TORCH, "devices": devices, "nccl": "2"}
+        monkeypatch.setattr(installation, "look_at_torch", lambda python, gpus: asked.append(gpus) or seen)  # noqa: B023
+        last = found(installation.torch, {**here, "gpus": unseen})[-1]
+        assert (last.level, asked) == (level, [True])
+        assert ("sees 1 GPU(s)" in last.found) == (level == "ok")
 
 
 def test_environments_that_are_stale_damaged_or_half_built(

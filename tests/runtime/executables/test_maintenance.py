@@ -53,7 +53,9 @@ def nrl(root: Path, capsys: pytest.CaptureFixture[str]) -> Run:
 
 def test_from_nothing_to_a_built_environment_that_is_current(nrl: Run, root: Path, tmp_path: Path) -> None:
     venvs = tmp_path / "venvs"
-    assert nrl("list") == (0, f"{venvs} has no environments; build one with `nrl venvs build base`\n", "")
+    build = "build one with `nrl venvs build base`, or name another folder, NRL_VENV_DIR"
+    nothing = f"{venvs} has no environments; {build}\n"
+    assert (nrl("list"), nrl("check")) == ((0, nothing, ""), (1, nothing, ""))
     status, out, err = nrl("path", "base")
     assert (status, out) == (2, "")
     assert err.startswith(f"nrl: path: {venvs} has no base-")
