@@ -97,6 +97,22 @@ def test_a_job_that_is_told_to_end_saves_and_the_next_one_goes_on_to_the_end(tmp
         assert_as_alone(up.shared / "told", steps, tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_job_that_is_told_while_environments_are_built_is_requeued(tmp_path: Path) -> None:
+    """The build is broken off, and Ray is not started."""
+    with slurm(tmp_path / "slurm") as up:
+        settings = ["executables=[base]", "venvs=/mnt/venvs", "time=20"]
+        job = submitted(up, script(up, "early", "tests/command/on_slurm.py", settings, ["steps=4"]))
+        logs = up.shared / "logs" / job / "start-0"
+        wait(up, job, lambda: any((up.shared / "venvs").glob("base-*")), 200)
+        up("scancel", "--batch", "--signal=USR1", job)
+        wait(up, job, lambda: "job: requeued, to go on from the last checkpoint" in said(up, job), 60)
+        assert not (logs / "ready").exists()
+        assert "an environment cannot be built" not in said(up, job)
+        up("scancel", job)
+
+
 def undisturbed(out: Path, *program: str) -> None:
     """A run without Slurm and Ray, whose bits are the same."""
     words = [sys.executable, "examples/grpo.py", *program, "cluster=local", f"out={out}"]
@@ -114,13 +130,13 @@ def test_seeds_run_at_once_each_on_a_node_of_its_own_and_one_is_requeued_alone(t
         metrics = [up.shared / "seeds" / f"seed-{seed}" / "metrics.jsonl" for seed in range(2)]
         for job, path in zip(jobs, metrics, strict=True):
             wait(up, job, lambda path=path: path.exists() and len(lines(path)) >= 2, 600)  # type: ignore[misc]
+        hosts = [re.findall(r"BatchHost=(\S+)", up("scontrol", "show", "job", job)) for job in jobs]
+        assert sorted(hosts) == [["node-a"], ["node-b"]]
         assert f"JobId={array} ArrayJobId={array} ArrayTaskId=1 " in up("scontrol", "show", "job", jobs[1])
         up("scancel", "--batch", "--signal=USR1", jobs[1])
         wait(up, jobs[1], lambda: "job: requeued, to go on" in said(up, array), 100)
         for job in jobs:
             wait(up, job, lambda job=job: state(up, job) == "COMPLETED", 1000)  # type: ignore[misc]
-        hosts = [re.findall(r"BatchHost=(\S+)", up("scontrol", "show", "job", job)) for job in jobs]
-        assert sorted(hosts) == [["node-a"], ["node-b"]]
         starts = [re.findall(r"Restarts=(\d)", up("scontrol", "show", "job", job)) for job in jobs]
         assert starts == [["0"], ["1"]]
         losses = []
