@@ -59,7 +59,7 @@ def test_a_job_of_the_page_is_written_and_its_program_takes_its_settings(
     assert main(["deploy", *words[:cut], f"to={to}", *words[cut:]]) == 0
     text = to.read_text() if to.is_file() else "".join(file.read_text() for file in sorted(to.iterdir()))
     grace = {"slurm": 100, "kubernetes": 120}[words[0]]
-    assert words[0] != "slurm" or "nrl venvs build base vllm)" in text  # which the file of settings asks for
+    assert words[0] != "slurm" or "nrl venvs build base vllm ||" in text  # which the file of settings asks for
     assert " ".join([words[1], *words[cut + 1 :], f"checkpoints.grace={grace}", "cluster=auto"]) in text
     cfg = config.load(runpy.run_path(words[1])["Config"], words[cut + 1 :], program=words[1])
     assert cfg.layout.slots + cfg.samplers == 16

@@ -203,8 +203,12 @@ def test_torch_is_asked_for_gpus_of_which_nvidia_smi_says_nothing(here: Facts, m
     unseen = {**GPU, "driver": None, "cuda": None, "devices": [], "unseen": ["/dev/nvidia0"]}
     for devices, level in ((1, "ok"), (0, "failed")):
         asked = list[bool]()
-        seen = {**TORCH, "devices": devices, "nccl": "2"}
-        monkeypatch.setattr(installation, "look_at_torch", lambda python, gpus: asked.append(gpus) or seen)  # noqa: B023
+
+        def look(python: str, gpus: bool, devices: int = devices, asked: list[bool] = asked) -> dict[str, Any]:
+            asked.append(gpus)
+            return {**TORCH, "devices": devices, "nccl": "2"}
+
+        monkeypatch.setattr(installation, "look_at_torch", look)
         last = found(installation.torch, {**here, "gpus": unseen})[-1]
         assert (last.level, asked) == (level, [True])
         assert ("sees 1 GPU(s)" in last.found) == (level == "ok")
