@@ -75,8 +75,9 @@ def head() -> Iterator[Head]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | of_the_pod
     env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # which the operator makes
     env |= {"PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "TMPDIR": str(shared)}
-    port, dashboard = free(), free()
+    port, dashboard, agent = free(), free(), free()
     words = [f"--port={port}", f"--dashboard-port={dashboard}", f"--temp-dir={shared}/ray", "--num-cpus=4"]
+    words.append(f"--dashboard-agent-listen-port={agent}")  # another Ray of this machine may have its default
     with (shared / "ray.log").open("w") as log:
         start = [str(BIN / "ray"), "start", "--head", "--block", "--dashboard-host=127.0.0.1", *words]
         running = subprocess.Popen(start, env=env, stdout=log, stderr=log)
