@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -85,10 +86,9 @@ _mount = matches(r"/[^,:]*(:/[^,:]*(:[a-z]+)?)?", "mounts such as /data or /host
 _interface = matches(r"[\w.-]+", "the name of a network interface, such as ib0")
 
 
-def _needed(cfg: "Slurm", loaded: Any) -> tuple[str, ...]:
+def _needed(files: Mapping[str, Any], arguments: Sequence[str], loaded: Any) -> tuple[str, ...]:
     """The executables that the program's configuration asks for, or, unless it was loaded, files and settings."""
-    pairs = dict(each.split("=", 1) for each in cfg.arguments if "=" in each)
-    said = settings_in_files(cfg.arguments, _folder(cfg)) | pairs
+    said = {**files, **dict(each.split("=", 1) for each in arguments if "=" in each)}
     if loaded is not None:
         said |= {key: getattr(loaded, key) for key, _ in _NEEDED if hasattr(loaded, key)}
     return ("base", *(name for (key, value), name in _NEEDED.items() if said.get(key) == value))
@@ -166,8 +166,8 @@ def script(cfg: Slurm) -> str:
         raise ConfigError(f"{_COMMAND}: found GPUs in options=, of which Ray would not know; give gpus= and gpu_type=")
     _check_times(cfg)
     spare = min(_SPARE, cfg.grace // 4)
-    said = settings_in_files(cfg.arguments, _folder(cfg))
-    arguments = with_grace(program_arguments(cfg.arguments, _COMMAND), said, cfg.grace, spare, _COMMAND)
+    files = settings_in_files(cfg.arguments, _folder(cfg))
+    arguments = with_grace(program_arguments(cfg.arguments, _COMMAND), files, cfg.grace, spare, _COMMAND)
     first, last = (int(each) for each in cfg.ports.split("-"))
     if not 1024 <= first < first + _BLOCK - 1 <= last <= 65535:
         raise ConfigError(f"{_COMMAND}: ports={cfg.ports} is no range of {_BLOCK} ports or more from 1024 to 65535")
@@ -179,7 +179,7 @@ def script(cfg: Slurm) -> str:
         raise ConfigError(f"{_COMMAND}: found gpu_type={cfg.gpu_type} and gpus=0; give gpus=, the number in a node")
     setup, known = _setup(cfg), frozenset(EXECUTABLES)
     loaded = _checked(cfg, arguments)
-    wanted = _needed(cfg, loaded) if cfg.executables is None else cfg.executables
+    wanted = _needed(files, cfg.arguments, loaded) if cfg.executables is None else cfg.executables
     values: dict[str, Any] = attrs.asdict(cfg) | {
         "folder": _folder(cfg),
         "setup": setup,

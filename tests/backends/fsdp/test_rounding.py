@@ -193,7 +193,6 @@ def test_layers_that_are_compiled_round_when_they_are_computed_again() -> None:
 @pytest.mark.filterwarnings("ignore")  # the compiler has some about torch itself
 def test_layers_are_compiled_once_and_not_each_anew() -> None:
     """torch stops compiling what it has compiled eight times; what names the weights of a layer, it does for each."""
-
     from torch._dynamo.utils import counters
 
     def frames(layers: int) -> int:

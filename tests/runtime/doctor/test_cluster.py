@@ -26,6 +26,7 @@ from nrl.runtime.doctor.asking import Host, unanswered
 from nrl.runtime.doctor.findings import Finding
 from nrl.runtime.node.notes import answer
 from nrl.runtime.node.probe import Probe
+from tests.runtime.doctor.test_host import GPU
 
 
 def test_a_note_is_answered_where_the_folder_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,14 +142,6 @@ def test_hosts_that_are_late_are_waited_for(
     assert "deadline= waits longer (0.3 s now)" in missing.todo
 
 
-GPU = {
-    "driver": "550.54",
-    "cuda": "12.4",
-    "devices": [{"name": "NVIDIA A100"}] * 2,
-    "links": [],
-    "error": "",
-    "unseen": [],
-}
 TORCH: dict[str, Any] = {"version": "2.13", "cuda": "13.0", "hip": None, "devices": 0, "said": [], "chosen": None}
 THERE: dict[str, Any] = {
     "uv": {"version": "0.13.8", "command": ["uv"]},
