@@ -37,7 +37,7 @@ pytestmark = pytest.mark.timeout(600)  # an environment may have to be built
 
 PROMPTS = [[5, 6, 7], [9] * 30, [(7 * place) % 60 + 5 for place in range(150)], [5, 6, 7]]
 STREAMING = ("vllm",)  # which of them can stream, too
-LONG, SHORT = Sampling(max_new_tokens=150), Sampling(max_new_tokens=2)
+LONG, SHORT = Sampling(max_new_tokens=300), Sampling(max_new_tokens=2)
 
 
 def model(*, tied: bool = True, seed: int = 0) -> Model:
@@ -265,10 +265,18 @@ def test_samples_of_a_prompt_share_its_prefill(it: Made) -> None:
 
 
 def under_way(it: Made) -> tuple[list[Any], Any]:
-    """Rows that take a while, while they are decoded; and a short one, which was asked after them and is there."""
-    rows = it.sampler.stream(PROMPTS, range(4), LONG)
-    (short,) = it.sampler.stream([[9, 9]], [0], SHORT)
-    return rows, short.result(60)
+    """Rows that take a while, while they are decoded; and a short one, which was asked after them and is there.
+
+    A server on cores that its engine keeps busy answers late at times, when all are done; then they are asked again.
+    """
+    for _ in range(10):
+        rows = it.sampler.stream(PROMPTS, range(4), LONG)
+        (short,) = it.sampler.stream([[9, 9]], [0], SHORT)
+        found = short.result(60)
+        if not any(row.done() for row in rows[2:]):
+            return rows, found
+        [row.result(120) for row in rows]
+    pytest.fail("a short row was there only when long ones were, ten times")
 
 
 @pytest.mark.parametrize("it", kinds(*STREAMING), indirect=True)
@@ -277,7 +285,6 @@ def test_a_row_is_there_when_it_is_finished(it: Made) -> None:
     rows, short = under_way(it)
     (again,) = it.sampler.stream([[9, 9]], [0], SHORT)
     assert ids([again.result(60)]) == ids([short])
-    assert not all(row.done() for row in rows)
     found = [row.result(120) for row in rows]
     assert ids(found) == ids(it.sampler.generate(PROMPTS, sampling=LONG).result())
     assert {row.times for row in [short, *found]} == {1}
