@@ -7,12 +7,14 @@ torch's version counters. Batches travel without their padding: see `nrl.runtime
 `nrl.runtime.ray.tensors`, which a process imports with its first one: many have none, and need no torch.
 """
 
+import functools
 import io
 import os
 import pickle
 import sys
 import sysconfig
 import types
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +141,21 @@ def _own(module: types.ModuleType) -> bool:
     if not file or module.__name__.partition(".")[0] == "nrl" or not file.endswith(".py"):
         return False
     path = str(Path(file).resolve())
-    return not path.startswith(_INSTALLED) and "site-packages" not in path and "dist-packages" not in path
+    if path.startswith(_INSTALLED) or "site-packages" in path or "dist-packages" in path:
+        return False
+    top = module.__name__.partition(".")[0]
+    folders = [f"{Path(entry).resolve()}{os.sep}" for entry in sys.path]
+    return not any(path.startswith(folder) and top in _put_into(folder) for folder in folders)
+
+
+@functools.cache
+def _put_into(folder: str) -> frozenset[str]:
+    """The modules that an installer put into a folder of the user's, such as by ``pip install --target``.
+
+    What was installed editable has a record elsewhere: its files are the user's own.
+    """
+    put = [each for each in metadata.distributions(path=[folder]) if each.read_text("RECORD")]
+    return frozenset(file.parts[0].removesuffix(".py") for each in put for file in each.files or ())
 
 
 def _culprit(value: Any, error: Exception) -> str:

@@ -1,6 +1,7 @@
 """What is sent to other processes, without any: packed here, opened here or in a fresh interpreter."""
 
 import functools
+import importlib
 import pickle
 import subprocess
 import sys
@@ -143,6 +144,24 @@ def test_the_users_functions_need_not_be_importable(tmp_path: Path) -> None:
 def test_functions_of_installed_packages_travel_by_name() -> None:
     assert size(serialized(torch.nn.functional.relu, "test")) < 200
     assert size(serialized(serialized, "test")) < 200  # nrl is installed wherever nrl runs
+
+
+def test_what_an_installer_put_into_a_folder_travels_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as by `pip install --target`; what lies beside it, or has a record of sources alone, is the user's own."""
+    record = tmp_path / "put_here-1.0.dist-info"
+    sources = tmp_path / "own_project.egg-info"
+    for folder in (record, sources):
+        folder.mkdir()
+        (folder / ("METADATA" if folder is record else "PKG-INFO")).write_text("Name: some\nVersion: 1.0\n")
+    (record / "RECORD").write_text("put_here/__init__.py,,\nput_here_alone.py,,\n")
+    (sources / "SOURCES.txt").write_text("own_project.py\n")
+    (tmp_path / "put_here").mkdir()
+    for file in ("put_here/__init__.py", "put_here_alone.py", "own_project.py", "beside.py"):
+        (tmp_path / file).write_text("def found(x):\n    return x\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    names = ["put_here", "put_here_alone", "own_project", "beside"]
+    parts = [serialized(importlib.import_module(name).found, "test")[0] for name in names]
+    assert [len(part) > 200 for part in parts] == [False, False, True, True]
 
 
 class Mine:
