@@ -21,6 +21,7 @@ from nrl.runtime.threads import beside
 __all__ = ["verifiers_server"]
 
 _CONNECTING = 10.0  # seconds
+_CANCELLING = 10.0
 _BEAT = 5_000  # milliseconds between the heartbeats of a connection, and six of them until it counts as lost
 _SOCKETS = 65_536
 _NO_KEY = "NRL_NO_API_KEY"  # the address names the episode; a variable that the server has may hold a key of others
@@ -107,12 +108,7 @@ async def _run(address: str, asked: Mapping[str, Any]) -> tuple[Mapping[str, Any
         lost = asyncio.ensure_future(events.recv_multipart())
         try:
             while True:
-                coming = asyncio.ensure_future(socket.recv_multipart())
-                await asyncio.wait([coming, lost], return_when=asyncio.FIRST_COMPLETED)
-                if not coming.done():
-                    coming.cancel()
-                    raise EnvError(f"verifiers_server: the connection to {address} has broken in an episode")
-                _, kind, data = coming.result()
+                _, kind, data = await _coming(socket, lost, address)
                 said = _read(data, address)
                 if kind == b"reply":
                     return said, traces
@@ -120,14 +116,38 @@ async def _run(address: str, asked: Mapping[str, Any]) -> tuple[Mapping[str, Any
         finally:
             lost.cancel()
     except asyncio.CancelledError:
-        with contextlib.suppress(zmq.ZMQError):
-            cancel = msgspec.msgpack.encode({"request_id": name})
-            await socket.send_multipart([uuid.uuid4().hex.encode(), b"cancel", cancel])
+        await _cancel(socket, name)
         raise
     finally:
         socket.disable_monitor()
         events.close(0)
         socket.close(linger)
+
+
+async def _coming(socket: Any, lost: "asyncio.Future[Any]", address: str) -> list[bytes]:
+    """The next message, while the connection is there."""
+    coming = asyncio.ensure_future(socket.recv_multipart())
+    try:
+        await asyncio.wait([coming, lost], return_when=asyncio.FIRST_COMPLETED)
+        if not coming.done():
+            raise EnvError(f"verifiers_server: the connection to {address} has broken in an episode")
+        return coming.result()
+    finally:
+        coming.cancel()  # or it would take a message of what comes after
+
+
+async def _cancel(socket: Any, name: str) -> None:
+    """Tell the server to cancel an episode, and wait for its answer.
+
+    Where the episode has just ended, a server with several workers ends itself if nobody is there who takes the answer
+    (verifiers 0.4.0, ``EnvServerPool.run``).
+    """
+    asked = uuid.uuid4().hex.encode()
+    with contextlib.suppress(_zmq().ZMQError, TimeoutError):
+        async with asyncio.timeout(_CANCELLING):
+            await socket.send_multipart([asked, b"cancel", msgspec.msgpack.encode({"request_id": name})])
+            while (await socket.recv_multipart())[0] != asked:
+                pass
 
 
 def _read(data: bytes, address: str) -> Mapping[str, Any]:
