@@ -126,7 +126,7 @@ async def _run(address: str, asked: Mapping[str, Any]) -> tuple[Mapping[str, Any
 
 async def _coming(socket: Any, lost: "asyncio.Future[Any]", address: str) -> list[bytes]:
     """The next message, while the connection is there."""
-    coming = asyncio.ensure_future(socket.recv_multipart())
+    coming: asyncio.Future[list[bytes]] = asyncio.ensure_future(socket.recv_multipart())
     try:
         await asyncio.wait([coming, lost], return_when=asyncio.FIRST_COMPLETED)
         if not coming.done():
