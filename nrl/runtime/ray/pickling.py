@@ -140,21 +140,20 @@ def _own(module: types.ModuleType) -> bool:
     file = getattr(module, "__file__", None)
     if not file or module.__name__.partition(".")[0] == "nrl" or not file.endswith(".py"):
         return False
-    path = str(Path(file).resolve())
-    if path.startswith(_INSTALLED) or "site-packages" in path or "dist-packages" in path:
+    path = Path(file).resolve()
+    if str(path).startswith(_INSTALLED) or "site-packages" in str(path) or "dist-packages" in str(path):
         return False
     top = module.__name__.partition(".")[0]
-    folders = [f"{Path(entry).resolve()}{os.sep}" for entry in sys.path]
-    return not any(path.startswith(folder) and top in _put_into(folder) for folder in folders)
+    return not any(top in _put_into(folder) for folder in path.parents)
 
 
 @functools.cache
-def _put_into(folder: str) -> frozenset[str]:
+def _put_into(folder: Path) -> frozenset[str]:
     """The modules that an installer put into a folder of the user's, such as by ``pip install --target``.
 
     What was installed editable has a record elsewhere: its files are the user's own.
     """
-    put = [each for each in metadata.distributions(path=[folder]) if each.read_text("RECORD")]
+    put = [each for each in metadata.distributions(path=[str(folder)]) if each.read_text("RECORD")]
     return frozenset(file.parts[0].removesuffix(".py") for each in put for file in each.files or ())
 
 
