@@ -76,8 +76,8 @@ def model(*, tokenizer: Any = None, seed: int = 0, **overrides: Any) -> Model:
     Args:
         tokenizer: another transformers tokenizer; the model gets its vocabulary and its special tokens.
         seed: of the random weights.
-        **overrides: fields of the config, such as ``num_hidden_layers=4``; also ``dtype``, ``head``, ``lora`` and
-            ``trust_remote_code`` of `nrl.backends.Model`.
+        **overrides: fields of the config, such as ``num_hidden_layers=4``; also ``dtype``, ``head``, ``lora``,
+            ``train_pad_embedding`` and ``trust_remote_code`` of `nrl.backends.Model`.
 
     Raises:
         ModelError: the config has no such field.
@@ -118,8 +118,8 @@ def model_or(source: str | None, **fields: Any) -> Model:
 
     Args:
         source: of `nrl.backends.Model`.
-        **fields: ``dtype``, ``head``, ``lora`` and ``trust_remote_code`` of either; others are the tiny model's alone:
-            its ``tokenizer``, its ``seed``, and fields of its config.
+        **fields: ``dtype``, ``head``, ``lora``, ``train_pad_embedding`` and ``trust_remote_code`` of either; others
+            are the tiny model's alone: its ``tokenizer``, its ``seed``, and fields of its config.
 
     Raises:
         ModelError: the tiny model's config has no such field.
@@ -134,7 +134,7 @@ def model_or(source: str | None, **fields: Any) -> Model:
     return Model(source, **{name: value for name, value in fields.items() if name in _OF_MODEL})
 
 
-_OF_MODEL = ("dtype", "head", "lora", "trust_remote_code")
+_OF_MODEL = ("dtype", "head", "lora", "train_pad_embedding", "trust_remote_code")
 _characters = tokenizer  # model's argument hides the name
 
 

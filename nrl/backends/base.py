@@ -119,6 +119,9 @@ class Model:
             weights everywhere.
         trust_remote_code: let Python files that lie with the model or the tokenizer run, which some architectures need.
             They can do whatever you can. Nobody is asked: where it is false, such a model is a `ModelError`.
+        train_pad_embedding: train the input embedding of the pad token, which transformers freezes by
+            ``nn.Embedding(padding_idx=)``. It matters where rows hold that token as a token of their own, such as where
+            it also ends a turn. A head that is tied to the embedding is trained whole either way.
 
     Raises:
         ValueError: a field that cannot be used.
@@ -138,6 +141,7 @@ class Model:
     tokenizer: Any = None
     seed: int = 0
     trust_remote_code: bool = False
+    train_pad_embedding: bool = False
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.lora, str | Mapping | None):

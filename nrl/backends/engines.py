@@ -52,6 +52,11 @@ class TrainEngine[S, M](Protocol):
         """The kinds of outputs that it computes (`nrl.algos.output_kind`), such as ``logprobs``."""
         ...
 
+    @property
+    def frozen_token(self) -> int | None:
+        """The token whose input embedding is not trained, although others are; None: there is none."""
+        ...
+
     def init(self) -> S:
         """A fresh train state with the model's own weights."""
         ...

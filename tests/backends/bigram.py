@@ -42,6 +42,7 @@ class Bigram:
 
     rate: float = 0.5
     provides: frozenset[str] = frozenset({"logprobs"})
+    frozen_token: int | None = None
 
     def init(self) -> BigramState:
         generator = torch.Generator().manual_seed(0)

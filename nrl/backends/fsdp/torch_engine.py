@@ -99,6 +99,11 @@ class TorchEngine:
         """The kinds of outputs that it computes."""
         return PROVIDES[self.model.head]
 
+    @property
+    def frozen_token(self) -> int | None:
+        """The token whose input embedding is not trained."""
+        return loading.frozen_token(self.model)
+
     def init(self) -> TorchState:
         """A fresh train state."""
         module = self._make(self.model)

@@ -71,6 +71,7 @@ class Architecture(NamedTuple):
         frequencies: ``[D / 2]`` float32, of the rotary positions.
         tied: whether the head has the weight of the embedding.
         words: the size of the vocabulary.
+        padding_idx: the token whose input embedding gets no gradient, as in ``nn.Embedding``; None: each gets one.
         experts: what files call the weights of experts; None: there are none.
     """
 
@@ -79,6 +80,7 @@ class Architecture(NamedTuple):
     frequencies: Tensor
     tied: bool
     words: int
+    padding_idx: int | None
     experts: ExpertNames | None
 
 
@@ -120,7 +122,10 @@ def architecture(module: Any, layout: Layout) -> Architecture:
     windows = tuple(None if each == "full_attention" else window for each in kinds)
     frequencies = _rotary(module).inv_freq.detach().float()
     fields |= {**family.fields, **of_experts}
-    return Architecture(fields, windows, frequencies, config.tie_word_embeddings, config.vocab_size, family.experts)
+    padding_idx = module.get_input_embeddings().padding_idx
+    return Architecture(
+        fields, windows, frequencies, config.tie_word_embeddings, config.vocab_size, padding_idx, family.experts
+    )
 
 
 def check_split(layout: Layout, *, groups: int, layers: int, experts: int) -> None:

@@ -132,13 +132,20 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
 
     Args:
         frequencies: ``[D / 2]`` float32, of the rotations.
+        padding_idx: the token whose input embedding gets no gradient, as in ``nn.Embedding``; None: each gets one.
     """
 
-    def __init__(self, *args: Any, frequencies: Tensor, **options: Any) -> None:
+    def __init__(self, *args: Any, frequencies: Tensor, padding_idx: int | None, **options: Any) -> None:
         super().__init__(*args, position_embedding_type="none", **options)
-        self.frequencies = frequencies
+        self.frequencies, self.padding_idx = frequencies, padding_idx
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, *_: Any, **__: Any) -> tuple[Any, ...]:
         hidden = self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None
+        if hidden is not None and hidden.requires_grad and self.padding_idx is not None:
+            padding = input_ids[0] == self.padding_idx
+            if self.config.sequence_parallel:  # each process along tp has some of the tokens
+                padding = padding.chunk(self.pg_collection.tp.size())[self.pg_collection.tp.rank()]
+            # The gradient of the lookup alone is masked here: a tied head adds its own to the same weight.
+            hidden.register_hook(lambda gradient: gradient.masked_fill(padding[:, None, None], 0))
         angles = position_ids[0, :, None].to(self.frequencies.dtype) * self.frequencies
         return hidden, torch.cat([angles, angles], -1)[:, None, None], None, None, None, None

@@ -27,7 +27,7 @@ from nrl.backends.megatron.groups import Groups, groups
 from nrl.backends.megatron.options import Options
 from nrl.backends.megatron.tokens import Tokens, tokens
 from nrl.backends.megatron.weights import joined, own, spoken
-from nrl.backends.models import lora, splitting
+from nrl.backends.models import loading, lora, splitting
 from nrl.backends.models.named_weights import named_tensors
 from nrl.backends.models.pieces import Filling, whole
 from nrl.backends.to_save import ToSave
@@ -87,6 +87,11 @@ class MegatronEngine:
     def provides(self) -> frozenset[str]:
         """The kinds of outputs that it computes."""
         return PROVIDES[self.model.head]
+
+    @property
+    def frozen_token(self) -> int | None:
+        """The token whose input embedding is not trained."""
+        return loading.frozen_token(self.model)
 
     # --- states and params
 

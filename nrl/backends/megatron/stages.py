@@ -84,6 +84,7 @@ def build(
             pg_collection=at.collection,
             vp_stage=virtual,
             frequencies=arch.frequencies.to(device),
+            padding_idx=arch.padding_idx,
         )
         module.words, module.experts = arch.words, arch.experts
         _fill_up(module, at.tp)

@@ -26,6 +26,7 @@ __all__ = [
     "files",
     "finished",
     "from_config",
+    "frozen_token",
     "load_config",
     "load_configs",
     "load_tokenizer",
@@ -108,13 +109,17 @@ def from_config(model: Model) -> Any:
 
 
 def finished(module: Any, model: Model) -> nn.Module:
-    """Without dropout, and with experts that compute in any dtype: torch has no grouped products in float64.
+    """Return the model without dropout, its pad embedding frozen or not, its experts computing in any dtype.
+
+    torch has no grouped products in float64, so there experts are computed one after the other.
 
     Raises:
         ModelError: it has no such head.
     """
     if model.head != "lm":
         _check_score(module)
+    if model.train_pad_embedding:
+        module.get_input_embeddings().padding_idx = None
     if module.dtype == torch.float64 and hasattr(module, "set_experts_implementation"):
         module.set_experts_implementation("eager")
     return dropout_off(module)
@@ -128,6 +133,20 @@ def dropout_off(module: nn.Module) -> nn.Module:
         if isinstance(getattr(part, "attention_dropout", None), float):
             part.attention_dropout = 0.0  # type: ignore[assignment]
     return module
+
+
+def frozen_token(model: Model) -> int | None:
+    """Return the token whose input embedding is not trained, although others are: the pad token in most models.
+
+    None: there is no such token, or ``model.lora`` trains an adapter alone.
+
+    >>> from nrl import tiny
+    >>> frozen_token(tiny.model(pad_token_id=5)), frozen_token(tiny.model(pad_token_id=5, train_pad_embedding=True))
+    (5, None)
+    """
+    if model.lora is not None:
+        return None
+    return getattr(skeleton(model).get_input_embeddings(), "padding_idx", None)  # type: ignore[operator]
 
 
 def files(model: Model) -> Path | None:

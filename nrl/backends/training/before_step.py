@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nrl.algos import Loss, episode_shares, output_kind
 from nrl.backends.training.terms import global_weights
-from nrl.batch import Batch, assign
+from nrl.batch import Batch, assign, lengths
 from nrl.batch.handles import handle_of
 from nrl.batch.values import remembered
 from nrl.errors import BatchError, MissingColumn, MissingOutput, NotFinite
@@ -20,6 +20,7 @@ __all__ = [
     "check_needs",
     "check_sampled",
     "lag",
+    "told_of_frozen_token",
     "told_of_no_advantages",
     "with_columns",
     "with_shares",
@@ -127,6 +128,32 @@ def told_of_no_advantages(who: str, loss: Loss, batch: Batch, always: Collection
             )
     text = f"{who}: all advantages are 0 at the tokens that are trained on, so this step learns nothing from them."
     print(f"{text} {why} (This is said once.)", file=sys.stderr, flush=True)  # noqa: T201
+    return True
+
+
+def told_of_frozen_token(who: str, batch: Batch, token: int | None) -> bool:
+    """Print that rows hold the token whose input embedding is not trained; return whether later steps need no look.
+
+    Args:
+        who: how the message begins.
+        batch: with ``input_ids`` ``[*B, T]``.
+        token: of `nrl.backends.engines.TrainEngine.frozen_token`; None: there is none.
+    """
+    if token is None:
+        return True
+    # The last token of a row is predicted and never looked up.
+    ids = batch["input_ids"]
+    inputs = torch.arange(ids.shape[-1]) < lengths(batch).unsqueeze(-1) - 1
+    held = (inputs & (ids == token)).flatten(0, -2).nonzero()
+    if len(held) == 0:
+        return False
+    row, position = held[0].tolist()
+    text = (
+        f"{who}: row {row} holds the model's pad token {token} as a token of its own (position {position}). As in "
+        f"transformers (nn.Embedding(padding_idx={token})), its input embedding is frozen; all else is trained. Pass "
+        "Model(..., train_pad_embedding=True) to train it too."
+    )
+    print(f"{text} (This is said once.)", file=sys.stderr, flush=True)  # noqa: T201
     return True
 
 

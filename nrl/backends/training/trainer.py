@@ -25,6 +25,7 @@ from nrl.backends.training.before_step import (
     check_needs,
     check_sampled,
     lag,
+    told_of_frozen_token,
     told_of_no_advantages,
     with_columns,
     with_shares,
@@ -264,6 +265,12 @@ class Trainer:
         found: frozenset[str] = from_first(self.mesh, self.name, attrgetter("provides"), self._engines)
         return found
 
+    @cached_property
+    def _frozen_token(self) -> int | None:
+        """`nrl.backends.engines.TrainEngine.frozen_token`."""
+        found: int | None = from_first(self.mesh, self.name, attrgetter("frozen_token"), self._engines)
+        return found
+
     # --- steps
 
     def train_step(self, loss: Loss) -> TrainStep:
@@ -275,12 +282,12 @@ class Trainer:
         who = f"train_step({name_of(loss)})"
         check_needs(who, needed(loss), self.provides, self.name)
         always = self.provides & LOGPROBS
-        checked = told = False
+        checked = told = frozen = False
 
         def step(
             state: TrainState, batch: Batch, **columns: Tensor | Future[Tensor]
         ) -> tuple[TrainState, Future[Metrics]]:
-            nonlocal checked, told
+            nonlocal checked, told, frozen
             batch = with_shares(with_columns(batch, columns))
             here, whole = without_handles(batch), stand_ins(batch)
             if not isinstance(state, TrainState):
@@ -298,6 +305,7 @@ class Trainer:
                 return same, done(metrics)
             check_finite(who, here)
             told = told or told_of_no_advantages(who, loss, here, always)
+            frozen = frozen or told_of_frozen_token(who, here, self._frozen_token)
             _, shards = self._shards(batch)
             # What stays the same from step to step is part of the function, which a process remembers
             fn = partial(on_ranks.train, loss, self._split)
