@@ -21,7 +21,6 @@ EMBEDDED = adamw(lr=7e-4, betas=(0.9, 0.95), schedule=Schedule("linear", steps=3
 class Config:
     model: str | None = None  # a folder or a hub name; none: the tiny model
     trust_remote_code: bool = False  # true: Python files that lie with the model may run
-    train_pad_embedding: bool = False  # true: also where transformers freezes it, because it is the pad token's
     lora: str | dict[str, Any] | None = None  # arguments of peft.LoraConfig, or a folder in its format
     env: str | dict[str, Any] = "number"  # a verifier or an environment, or several; see docs/environments.md
     data: str | dict[str, Any] | None = None  # a file or a dataset that env reads; none: tasks that come with env
@@ -80,13 +79,7 @@ def main(cfg: Config) -> None:
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
         slots = cluster.reserve((n := cfg.layout.slots) + cfg.samplers + cfg.verifiers, least=n)
         envs = nrl.environments(cfg.env, cfg.data, place=slots[n + cfg.samplers :], format=cfg.format, chat=cfg.chat)
-        model = tiny.model_or(
-            cfg.model,
-            dtype=cfg.dtype,
-            lora=cfg.lora,
-            trust_remote_code=cfg.trust_remote_code,
-            train_pad_embedding=cfg.train_pad_embedding,
-        )
+        model = tiny.model_or(cfg.model, dtype=cfg.dtype, lora=cfg.lora, trust_remote_code=cfg.trust_remote_code)
         make, options = TRAINERS[cfg.trainer], {"max_tokens": cfg.max_tokens, "checkpointing": cfg.checkpointing}
         trainer = make(slots[:n], model, cfg.optimizer, layout=cfg.layout, **options)
         warm = make(trainer.mesh, model, cfg.warmup_optimizer, **options)

@@ -18,7 +18,6 @@ from nrl.checkpoint import Checkpoints
 class Config:
     model: str | None = None  # a folder or a hub name; none: the tiny model
     trust_remote_code: bool = False  # true: Python files that lie with the model may run
-    train_pad_embedding: bool = False  # true: also where transformers freezes it, because it is the pad token's
     lora: str | Mapping[str, Any] | None = None  # arguments of peft.LoraConfig, or a folder in its format
     data: str = "arithmetic"  # rows with a prompt and a "response", or with "messages" that end with the assistant's
     eval_data: str | None = config.derived(lambda cfg: None if cfg.model else "arithmetic")  # what eval/loss is over
@@ -49,13 +48,7 @@ class Config:
 def main(cfg: Config) -> None:
     """The whole of SFT."""
     with nrl.run(cfg) as run, nrl.cluster(cfg.cluster) as cluster:
-        model = tiny.model_or(
-            cfg.model,
-            dtype=cfg.dtype,
-            lora=cfg.lora,
-            trust_remote_code=cfg.trust_remote_code,
-            train_pad_embedding=cfg.train_pad_embedding,
-        )
+        model = tiny.model_or(cfg.model, dtype=cfg.dtype, lora=cfg.lora, trust_remote_code=cfg.trust_remote_code)
         tokenizer = load_tokenizer(model)
         slots, make = cluster.reserve(cfg.layout.slots), TRAINERS[cfg.trainer]
         trainer = make(slots, model, cfg.optimizer, layout=cfg.layout, max_tokens=cfg.max_tokens)
