@@ -63,7 +63,7 @@ class OverRectangles:
             q, k, v, attn_mask=bias_or_none, is_causal=causal, scale=scaling, enable_gqa=h != H
         )
 
-    def bias(self, number: int, window: int | None, dtype: torch.dtype, heads: tuple[int, int] = (1, 1)) -> Tensor:
+    def bias(self, number: int, window: int | None, dtype: torch.dtype, heads: tuple[int, int] | None = None) -> Tensor:
         """The bias for the scores of a block, minus infinity where a token does not see a key.
 
         Keys are the tokens of the earlier row, as wide as its block, and then the row's own.
@@ -72,17 +72,18 @@ class OverRectangles:
             number: of the block.
             window: a token at position p sees those from ``p - window + 1`` to p; None: all up to p.
             dtype: of the scores.
-            heads: (h, G), the key-value heads, and the query heads of each.
+            heads: (h, G), the key-value heads, and the query heads of each; None: one bias for all heads.
 
         Returns:
-            ``[rows, 1, width, keys]``; for heads other than (1, 1), ``[rows * h, G * width, keys]``.
+            ``[rows, 1, width, keys]``; with ``heads``, ``[rows * h, G * width, keys]``.
         """
         key = number, window, dtype, heads
         if key not in self._biases:
-            block, (h, group) = self.blocks[number], heads
+            block = self.blocks[number]
             seen = self._seen(block, window)
             bias = torch.zeros(seen.shape, dtype=dtype, device=self.device).masked_fill_(~seen, -torch.inf)
-            if heads != (1, 1):
+            if heads is not None:
+                h, group = heads
                 bias = bias.expand(block.rows, h, -1, -1).flatten(0, 1).repeat(1, group, 1)
             self._biases[key] = bias
         return self._biases[key]

@@ -76,7 +76,7 @@ alike = st.lists(st.lists(st.integers(1, 2), min_size=0, max_size=WIDTH), min_si
     share=st.booleans(),
     window=st.sampled_from([None, 1, 2, 3, 5, 50]),
     scaling=st.sampled_from([None, 0.7]),
-    heads=st.sampled_from([(2, 2), (4, 2), (3, 1)]),
+    heads=st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1)]),
     dtype=st.sampled_from([torch.float32, torch.float64]),
     seed=st.integers(0, 2**16),
 )

@@ -330,6 +330,25 @@ def test_a_step_that_teaches_nothing_is_said_once(trainer: Trainer, capfd: pytes
         assert said.count("(This is said once.)") == 1
 
 
+def test_rows_that_hold_a_frozen_token_are_said_once(cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> None:
+    """Where the token is an input; the last token of a row is none."""
+    trainer, rows = made(cluster, engine=Bigram(frozen_token=6)), batch_of()
+    ids = torch.where(rows["input_ids"] == 6, 5, rows["input_ids"])
+    last = nrl.assign(rows, input_ids=ids.scatter(1, nrl.batch.lengths(rows)[:, None] - 1, 6))
+    step, state = trainer.train_step(sft_loss), trainer.init()
+    for batch in (nrl.assign(rows, input_ids=ids), last):
+        state, _ = step(state, batch)
+        assert capfd.readouterr().err == ""
+    ids[1, 0] = 6
+    for _ in range(2):
+        state, _ = step(state, nrl.assign(rows, input_ids=ids))
+    said = capfd.readouterr().err
+    assert said.startswith(
+        "train_step(sft_loss): row 1 holds the model's pad token 6 as a token of its own (position 0)"
+    )
+    assert said.count("train_pad_embedding=True") == 1
+
+
 def test_advantages_that_a_loss_does_not_read_may_be_anything(
     trainer: Trainer, capfd: pytest.CaptureFixture[str]
 ) -> None:
