@@ -48,7 +48,7 @@ BESIDE = {
     "beside torch": "import torch\nx = torch.randn(512, 512)\nx @ x\nprint(flush=True)\nwhile True: x @ x",
 }
 """The program of each busy process, which prints a line once it is busy."""
-SIZES = ((64, 2), (128, 2), (256, 2), (256, 4), (512, 4), (768, 4))  # width and layers
+SIZES = ((64, 2), (128, 2), (256, 2), (256, 4), (512, 4))  # width and layers
 
 
 def options(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -138,7 +138,7 @@ def compare_threads(width: int, layers: int, turns: int, rows: int = 256) -> dic
         def train() -> None:
             nonlocal state
             state, metrics = step(state, batch)
-            nrl.finalize(metrics)
+            metrics.result()
 
         def generate() -> None:
             decode(module, prompts, range(rows), max_new_tokens=4, context_length=512)

@@ -15,7 +15,7 @@ from nrl.runtime.node.cgroups import cores, mask
 
 __all__ = ["SMALL", "fit_threads", "set_threads"]
 
-SMALL = 4_000_000
+SMALL = 1_000_000
 """The parameters of the largest model that one thread computes; `python benchmarks/busy.py --sizes` measured it."""
 
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -34,8 +34,8 @@ class _Intraop:
 _HERE = _Intraop()
 
 
-def set_threads(threads: int | None, share: int) -> None:
-    """Set the number of threads of a process of a mesh.
+def set_threads(threads: int | None, share: int = 1) -> None:
+    """Set the number of threads of this process, which `fit_threads` leaves alone if ``threads`` is given.
 
     Args:
         threads: the number that the user has chosen; None: the cores of the node divided by ``share``.
