@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,12 +151,10 @@ def compare_threads(width: int, layers: int, turns: int, rows: int = 256) -> dic
                 act()
             return clock.take()
 
-        for name, act in (("train", train), ("rollout", generate)):
-            found = [
-                pair(lambda act=act: timed(act, mask()), lambda act=act: timed(act, 1), turn)
-                for turn in range(turns + 1)
-            ]
-            pairs[name] = found[1:]
+        acts: dict[str, Callable[[], None]] = {"train": train, "rollout": generate}
+        for name, act in acts.items():
+            sides = partial(timed, act, mask()), partial(timed, act, 1)
+            pairs[name] = [pair(*sides, turn) for turn in range(turns + 1)][1:]
     return {"parameters": sum(each.numel() for each in module.parameters()), "pairs": pairs}
 
 

@@ -587,5 +587,5 @@ def test_threads_are_compared_by_the_size_of_the_model() -> None:
 
 @pytest.mark.slow
 def test_a_job_that_fails_is_no_measurement() -> None:
-    with pytest.raises(RuntimeError, match=r"(?s)the job ended with exit code \d+:.*steps"):
+    with pytest.raises(RuntimeError, match=r"(?s)the job ended with exit code 2:.*'warmup' must be >= 0"):
         busy.measure(-1, None)
