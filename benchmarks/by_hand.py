@@ -33,6 +33,7 @@ from nrl.algos import grpo_loss, sft_loss
 from nrl.backends import Model, adamw, fsdp
 from nrl.backends.models.loading import build
 from nrl.batch import Batch
+from nrl.runtime.intraop import set_threads
 
 __all__ = ["by_hand", "compare", "main", "make_batch", "options"]
 
@@ -65,7 +66,7 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Compare both losses for every size and spread, and print one table."""
     args = options()
-    torch.set_num_threads(args.threads)
+    set_threads(args.threads)
     found = []
     print(f"nrl / by hand; {args.rows} rows of up to {args.tokens} tokens, {args.threads} threads\n")
     print("| parameters | step | lengths differ by | CPU: median (range) | wall: median (range) |")

@@ -39,6 +39,7 @@ from nrl.batch import Batch, lengths
 from nrl.plan.closed import closed_flops
 from nrl.plan.driven import Step, drive, rows
 from nrl.plan.gpus import estimate
+from nrl.runtime.node.environments import DISTRIBUTION
 from nrl.runtime.peaks import peak
 
 __all__ = ["CASES", "OPTIONS", "PARTS", "SMALL", "TINY", "Config", "beside_vllm", "judged", "main", "step_of"]
@@ -95,7 +96,7 @@ def step_of(cfg: Config, width: int, device: Device) -> Step:
 
 def machine(cfg: Config, device: Device, report: Report) -> None:
     """Which machine and versions these are."""
-    for name in ("nrl", "torch", "transformers", "triton", "vllm"):
+    for name in (DISTRIBUTION, "torch", "transformers", "triton", "vllm"):
         try:
             found = version(name)
         except PackageNotFoundError:

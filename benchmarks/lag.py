@@ -41,6 +41,7 @@ from nrl.algos import Loss, advantages, clip, grpo_loss, policy_loss, seq_mean, 
 from nrl.backends import Params, fsdp, hf
 from nrl.reduce import finalize
 from nrl.runtime import Cluster, Mesh
+from nrl.runtime.intraop import set_threads
 
 __all__ = ["VARIANTS", "Variant", "main", "measure", "options", "reaches", "report", "train"]
 
@@ -100,7 +101,7 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Train, print the table, draw the figure."""
     args = options()
-    torch.set_num_threads(args.threads)
+    set_threads(args.threads)
     with watched() as machine:
         settings = {"steps": args.steps, "prompts": args.prompts, "warmup": args.warmup}
         found = measure(args.variants, args.seeds, args.lr, **settings)

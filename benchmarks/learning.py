@@ -23,14 +23,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from benchmarks._figure import curves
 from benchmarks._machine import described, watched
 from benchmarks._paired import spread
 from nrl.backends import Sampling, adamw
 from nrl.envs import Task
 from nrl.envs.reasoning.tasks import ReasoningVerifier, reasoning_gym
+from nrl.runtime.intraop import set_threads
 
 __all__ = ["CASES", "Case", "chain_sum", "main", "measure", "options", "report", "series"]
 
@@ -117,7 +116,7 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Train, print the table, draw the figure."""
     args = options()
-    torch.set_num_threads(args.threads)
+    set_threads(args.threads)
     with watched() as machine:
         found = measure(args.case, args.seeds, **args.settings)
     print(report(args.case, found))

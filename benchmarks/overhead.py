@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
-
 import nrl
 from benchmarks._paired import Clock
 from examples import grpo
 from nrl.algos import advantages
 from nrl.backends import Trainer
 from nrl.runs import Run
+from nrl.runtime.intraop import set_threads
 from nrl.stream import Source
 
 __all__ = ["main", "measure", "options", "parts", "wrapped"]
@@ -57,7 +56,7 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Run the example and print the table."""
     args = options()
-    torch.set_num_threads(args.threads)
+    set_threads(args.threads)
     steps = measure(args.steps, args.prompts, args.group)
     print(table(steps))
     if args.out:

@@ -27,6 +27,7 @@ from nrl import tiny
 from nrl.algos import grpo_loss
 from nrl.backends import Trainer, adamw, fsdp
 from nrl.batch import Batch
+from nrl.runtime.intraop import set_threads
 
 __all__ = ["FORMS", "REGIMES", "Regime", "compare", "main", "make_batch", "options", "stepper", "tokens"]
 
@@ -78,7 +79,7 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Compare the forms for every size and regime, and print one table."""
     args = options()
-    torch.set_num_threads(args.threads)
+    set_threads(args.threads)
     found = []
     print(f"Sequences / Rectangles; {args.prompts} prompts x {args.group} answers, {args.threads} threads\n")
     print("| parameters | regime | tokens | CPU: median (range) | wall: median (range) |")

@@ -33,6 +33,7 @@ from nrl.algos import sft_loss
 from nrl.backends import adamw, fsdp
 from nrl.batch import Batch
 from nrl.runtime import Cluster, Mesh, P, shard_map
+from nrl.runtime.intraop import set_threads
 
 __all__ = ["batches", "calls", "main", "options", "report", "token_batch"]
 
@@ -67,7 +68,7 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Measure and print the tables."""
     args = options()
-    torch.set_num_threads(args.threads)
+    set_threads(args.threads)
     with nrl.cluster("ray") as cluster:
         meshes = {n: cluster.reserve(n).mesh(executable=args.executable, name=f"mesh of {n}") for n in args.processes}
         step = train_step(cluster, args.executable)

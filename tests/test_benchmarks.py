@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks import (
+    busy,
     by_hand,
     driver,
     lag,
@@ -565,3 +566,26 @@ def test_what_examples_learn_is_drawn(
     assert ET.parse(figure).getroot().tag.endswith("svg")
     [seed] = json.loads(numbers.read_text())["found"]
     assert [line["step"] for line in seed] == [0, 1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_example_costs_no_more_beside_busy_processes() -> None:
+    """More threads than one would wait for each other by spinning: ten times the CPU seconds."""
+    alone = busy.measure(40, None)["cpu/job"]
+    ratios = {name: busy.measure(40, program)["cpu/job"] / alone for name, program in busy.BESIDE.items() if program}
+    assert {name: ratio for name, ratio in ratios.items() if ratio > 2} == {}
+
+
+@pytest.mark.slow
+def test_threads_are_compared_by_the_size_of_the_model() -> None:
+    found = busy.compare_threads(64, 1, turns=1, rows=8)
+    assert found["parameters"] < 100_000
+    assert {name: len(pairs) for name, pairs in found["pairs"].items()} == {"train": 1, "rollout": 1}
+    assert all(each["cpu/act"] > 0 for pairs in found["pairs"].values() for two in pairs for each in two)
+
+
+@pytest.mark.slow
+def test_a_job_that_fails_is_no_measurement() -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)the job ended with exit code 2:.*'warmup' must be >= 0"):
+        busy.measure(-1, None)

@@ -19,6 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("algos", "config", "log", "envs"),
     (
         "runtime.executables",
+        "runtime.intraop",
         "runtime.node",
         "runtime.ports",
         "runtime.preemption",

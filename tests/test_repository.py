@@ -1,4 +1,4 @@
-"""What is published speaks of the project alone: no paths of somebody's machine, no package index but PyPI."""
+"""What is published speaks of the project alone: no paths of somebody's machine, no index but PyPI, its own name."""
 
 import re
 import subprocess
@@ -6,6 +6,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+
+from nrl.runtime.node.environments import DISTRIBUTION
 
 ROOT = Path(__file__).parents[1]
 
@@ -16,6 +18,21 @@ PRIVATE = re.compile(
     + ")"
     + "|"
     + "|".join([r"\bFACTS" + r"\.md", r"\bDESIGN" + r"\.md", "nrl-inter" + "faces", "registry " + "hosts"])
+)
+# The index has another project called as the module is. Paths such as ../nrl and files such as nrl/x.py are no names.
+NAME = r"(?<![\w./~-])nr" + r"l(?![\w/-]|\.\w)"
+OTHER_PROJECT = re.compile(
+    "|".join(
+        [
+            NAME + r"\[\w",  # extras; subscripts have quotes or a name of the program's
+            NAME + r"[\"'`]? *(?:[=~!<>]=|@ )",  # a requirement
+            r"\binstall [\"'`]?" + NAME,
+            r"\b(?:pip|uv) (?:pip )?(?:add|download|install|lock|remove|tree|uninstall)(?:[ =][\w-]+)*?[ =][\"'`]?"
+            + NAME,
+            r"--with[ =][\"'`]?" + NAME,
+            r"\b(?:version|metadata|distribution|requires|files|from_name|discover)\((?:name=)?[\"']" + NAME,
+        ]
+    )
 )
 INDEX = "https://pypi.org/simple"
 FILES = "https://files.pythonhosted.org/"
@@ -69,3 +86,77 @@ def test_the_lock_names_no_package_index_but_pypi() -> None:
     ]
     assert files
     assert [url for url in files if not url.startswith(FILES)] == []
+
+
+def hints_of_another_project(text: str) -> list[str]:
+    """The lines that install, require or look up what the index calls as nrl's module is called."""
+    return [line.strip() for line in text.splitlines() if OTHER_PROJECT.search(line)]
+
+
+def texts() -> dict[str, str]:
+    """The published texts by their path."""
+    contents = {str(path.relative_to(ROOT)): path.read_bytes() for path in published()}
+    return {name: content.decode() for name, content in contents.items() if b"\0" not in content[:8192]}
+
+
+def test_the_distribution_has_one_name() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["name"] == DISTRIBUTION
+    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", DISTRIBUTION)  # as PEP 503 normalises it, so texts may be compared
+    assert project["scripts"].keys() == {"nrl"}
+
+
+def test_no_file_names_the_other_project_of_the_index() -> None:
+    found = {name: lines for name, text in texts().items() if (lines := hints_of_another_project(text))}
+    assert found == {}
+
+
+def test_every_named_extra_is_there() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    hints = re.compile(rf"{DISTRIBUTION}\[([\w,-]+)\]")
+    named = {
+        (name, extra) for name, text in texts().items() for found in hints.findall(text) for extra in found.split(",")
+    }
+    assert {extra for _, extra in named} >= {"mcore", "tensorboard", "verifiers", "vllm"}
+    assert [each for each in sorted(named) if each[1] not in extras] == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "pip install 'nr" + "l[tensorboard]'",
+        "install nr" + "l[mcore], or take cluster=ray",
+        'vllm = ["nr' + 'l[vllm]"]',
+        "uv add --optional extra nr" + "l",
+        "then `pip install -U nr" + "l`.",
+        "uv add nr" + "l",
+        'dependencies = ["nr' + 'l>=0.1"]',
+        "nr" + "l @ git+https://git.example.org/nrl",
+        'metadata.version("nr' + 'l")',
+        "Distribution.discover(name='nr" + "l', path=[])",
+        "uv lock --upgrade-package nr" + "l",
+        "uv run --with=nr" + "l python",
+    ],
+)
+def test_a_hint_of_the_other_project_is_seen(line: str) -> None:
+    assert hints_of_another_project(f"fine\n{line}\n") == [line]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "uv add --editable ../nrl",
+        "uv pip install 'nrl-torch[tensorboard]'",
+        "uv add ./nrl",
+        "uv run nrl venvs build base",
+        "install -d -o nrl -g nrl /src",
+        "if nrl.adamw(lr=1) == nrl.adamw(lr=1):",
+        "import nrl",
+        "wheel.package == nrl.__name__",
+        "install it, or let nrl build it",
+        "nrl [mcore] is",
+        'PACKAGES["nrl"]',
+    ],
+)
+def test_what_is_no_hint_passes(line: str) -> None:
+    assert hints_of_another_project(line) == []

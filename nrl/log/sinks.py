@@ -62,7 +62,8 @@ def open_sinks(names: Sequence[str], out: Path, config: Mapping[str, Any], *, na
                 writers[each] = stack.enter_context(_KINDS[each](out, settings, name))
             except ImportError as error:
                 raise ConfigError(
-                    f"open_sinks: '{each}' needs a package that is not installed ({error}); pip install 'nrl[{each}]'"
+                    f"open_sinks: '{each}' needs a package that is not installed ({error}); install it with "
+                    f"`uv pip install 'nrl-torch[{each}]'`"
                 ) from error
             except Exception as error:
                 found = redact(f"{type(error).__name__}: {error}")  # an address may have a password

@@ -24,7 +24,10 @@ def test_an_unknown_sink(tmp_path: Path) -> None:
 
 def test_a_package_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    message = r"open_sinks: 'tensorboard' needs a package that is not installed .*; pip install 'nrl\[tensorboard\]'"
+    message = (
+        r"open_sinks: 'tensorboard' needs a package that is not installed .*; install it with "
+        r"`uv pip install 'nrl-torch\[tensorboard\]'`"
+    )
     with pytest.raises(ConfigError, match=message), open_sinks(["tensorboard"], tmp_path, {}, name="x"):
         pass
 

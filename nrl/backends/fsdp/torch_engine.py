@@ -48,6 +48,7 @@ from nrl.errors import ModelError
 from nrl.files import Folder
 from nrl.log import waiting
 from nrl.reduce import Metrics
+from nrl.runtime.intraop import fit_threads
 from nrl.runtime.mesh.resting import FROZEN, rest, wake
 
 __all__ = ["TorchEngine"]
@@ -279,6 +280,7 @@ class TorchEngine:
                 read = _nothing if unread is None else unread.read
                 made = sharding.scattered(module, read, held, self._home)
         held.meet(who)
+        fit_threads(made, self.device)
         ready = self._ready(made.requires_grad_(False) if frozen else made)
         return self._frozen(ready) if frozen else ready
 

@@ -14,6 +14,7 @@ from nrl.backends.models import lora
 from nrl.backends.models.loading import context_length, end_tokens, load_tokenizer
 from nrl.backends.models.pieces import Filling, wholes
 from nrl.backends.models.splitting import in_files, parts
+from nrl.runtime.intraop import fit_threads
 from nrl.runtime.mesh.resting import rest, wake
 
 __all__ = ["HfEngine"]
@@ -26,6 +27,7 @@ class HfEngine:
         module: Any = lora.build(model).eval().requires_grad_(False)
         tokenizer = self.tokenizer = load_tokenizer(model)
         self.module = module.to("cuda" if torch.cuda.is_available() else "cpu")
+        fit_threads(module, module.device)
         self.context_length = min(context_length(module), int(tokenizer.model_max_length))
         self.vocabulary = int(module.get_input_embeddings().num_embeddings)
         kept = {each.dtype for each in module.parameters() if each.ndim > 1}

@@ -82,7 +82,7 @@ def trainer(
     if not mesh.cluster.remote and find_spec("megatron") is None:
         raise ExecutableError(
             f"{name}: on the local cluster it runs in this process, where Megatron Core is not installed; install "
-            "nrl[mcore], or take cluster=ray, which builds an environment with it"
+            "nrl-torch[mcore], or take cluster=ray, which builds an environment with it"
         )
     make_engine = partial(_make_engine, model, optimizer, packing, options, device, mesh.layout, mesh.cluster.remote)
     return make_trainer(

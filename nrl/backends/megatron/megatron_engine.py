@@ -47,6 +47,7 @@ from nrl.batch.packed_rows import Packing
 from nrl.errors import ConfigError
 from nrl.files import Folder
 from nrl.reduce import Metrics
+from nrl.runtime.intraop import fit_threads
 from nrl.runtime.mesh.layout import Layout
 
 __all__ = ["MegatronEngine", "MegatronState"]
@@ -278,6 +279,7 @@ class MegatronEngine:
                 "megatron.trainer: experts along tp need sequence parallelism, else each of them would get every token "
                 "from every process; leave out sequence_parallel"
             )
+        fit_threads(skeleton, self.device)
         with host(self.device):
             stages = of.build(arch, model.head, self.options.model, dtype, self._at, self.device)
         for stage in stages:

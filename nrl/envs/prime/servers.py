@@ -216,8 +216,8 @@ def _zmq() -> Any:
         import zmq.asyncio
     except ImportError:
         raise EnvError(
-            "verifiers_server: this Python has no pyzmq, by which the server is asked; install nrl[verifiers], or "
-            "'pyzmq>=26'"
+            "verifiers_server: this Python has no pyzmq, by which the server is asked; install nrl-torch[verifiers], "
+            "or 'pyzmq>=26'"
         ) from None
     return zmq
 

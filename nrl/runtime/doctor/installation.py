@@ -17,7 +17,7 @@ from nrl.runtime.executables.locks import locked, project
 from nrl.runtime.executables.pins import Pin
 from nrl.runtime.executables.recipes import recipe
 from nrl.runtime.executables.registry import EXECUTABLES
-from nrl.runtime.node.environments import Recipe, default_folder, difference, likeness
+from nrl.runtime.node.environments import DISTRIBUTION, Recipe, default_folder, difference, likeness
 from nrl.runtime.node.machine import Facts
 
 __all__ = [
@@ -239,7 +239,7 @@ def _needed(there: Mapping[str, str]) -> Iterator[Finding]:
 def _metadata(key: str) -> list[str]:
     """What nrl's package says of itself; nothing where nrl was not installed, but lies on the path."""
     try:
-        return [str(each) for each in metadata.metadata("nrl").get_all(key, [])]
+        return [str(each) for each in metadata.metadata(DISTRIBUTION).get_all(key, [])]
     except metadata.PackageNotFoundError:
         return []
 

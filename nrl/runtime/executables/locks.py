@@ -24,7 +24,7 @@ from packaging.utils import canonicalize_name
 from nrl.errors import ExecutableError
 from nrl.runtime.executables.pins import Pin, environment_of, pins_of, python_of
 from nrl.runtime.executables.registry import Executable
-from nrl.runtime.node.environments import here, mark_used
+from nrl.runtime.node.environments import DISTRIBUTION, here, mark_used
 from nrl.runtime.node.installer import uv
 
 __all__ = ["Project", "locked", "project", "rebuild_forced", "settings"]
@@ -61,7 +61,11 @@ def project() -> Project:
         for folder in (start, *start.parents):
             if (folder / "pyproject.toml").is_file() and (lock := _lock(folder)) is not None:
                 own = _is_nrl(folder)
-                if folder == _NRL.parent if own else any(package["name"] == "nrl" for package in lock["package"]):
+                if (
+                    folder == _NRL.parent
+                    if own
+                    else any(package["name"] == DISTRIBUTION for package in lock["package"])
+                ):
                     return Project("checkout" if own else "project", folder)
                 break
     return Project("wheel", _NRL)
@@ -119,7 +123,7 @@ def _with_foreign(
         raise ExecutableError(
             f"recipe: the project {asked.of.root} has no extra '{extras[0]}' for executable '{asked.executable.name}', "
             f"and what nrl's lock has for it does not agree with the project's. Add to its pyproject.toml, under "
-            f'[project.optional-dependencies], {extras[0]} = ["nrl[{extras[0]}]"] and, under [tool.uv], '
+            f'[project.optional-dependencies], {extras[0]} = ["{DISTRIBUTION}[{extras[0]}]"] and, under [tool.uv], '
             f"override-dependencies = [{needed}], and lock it again. In detail: {error}"
         ) from error
 
@@ -165,7 +169,7 @@ def _table(folder: Path) -> dict[str, Any]:
 
 
 def _is_nrl(folder: Path) -> bool:
-    return _table(folder).get("name") == "nrl"
+    return _table(folder).get("name") == DISTRIBUTION
 
 
 def _overrides(root: Path) -> dict[str, str]:

@@ -21,7 +21,7 @@ from nrl.runtime.executables.locks import locked, project, rebuild_forced, setti
 from nrl.runtime.executables.pins import python_of
 from nrl.runtime.executables.registry import Executable, executable
 from nrl.runtime.executables.wheels import build, content_digest, repack
-from nrl.runtime.node.environments import Recipe, default_folder, here
+from nrl.runtime.node.environments import DISTRIBUTION, Recipe, default_folder, here
 
 __all__ = ["recipe"]
 
@@ -63,7 +63,7 @@ def recipe(
         raise ExecutableError(
             f"recipe: {place} cannot be written ({error}); set NRL_VENV_DIR to a folder that you can write"
         ) from error
-    if "nrl" not in pins:
+    if DISTRIBUTION not in pins:
         wheels.append(repack(_installed()))
     packages: dict[str, dict[str, str]] = {}
     for pin in pins.values():
@@ -98,7 +98,7 @@ def recipe(
 
 def _installed() -> Distribution:
     try:
-        return Distribution.from_name("nrl")
+        return Distribution.from_name(DISTRIBUTION)
     except PackageNotFoundError:
         raise ExecutableError(
             "recipe: nrl was imported, but is not installed, and there is no lock beside it; install it, or run from "

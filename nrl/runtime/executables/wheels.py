@@ -5,6 +5,7 @@ import contextlib
 import csv
 import hashlib
 import io
+import json
 import os
 import shutil
 import subprocess
@@ -18,7 +19,7 @@ from pathlib import Path, PurePosixPath
 import attrs
 
 from nrl.errors import ExecutableError
-from nrl.runtime.node.environments import here, mark_used, package_of
+from nrl.runtime.node.environments import DISTRIBUTION, here, mark_used, package_of
 from nrl.runtime.node.installer import uv
 
 __all__ = ["Wheel", "build", "content_digest", "repack"]
@@ -65,7 +66,7 @@ def build(path: Path, cache: Path, say: Callable[[str], None] | None = None) -> 
         return Wheel(path.name, path.read_bytes())
     if path == Path(__file__).resolve().parents[3]:  # the nrl that runs here needs no build backend
         with contextlib.suppress(PackageNotFoundError):
-            return repack(Distribution.from_name("nrl"), path)
+            return repack(Distribution.from_name(DISTRIBUTION), path / "nrl")
     # On a node nrl's own wheel needs no locks; with them, any change of the lock would change the wheel
     hooks = {"HATCH_BUILD_NO_HOOKS": "true"} if (path / "nrl" / "runtime" / "__init__.py").is_file() else {}
     key = hashlib.sha256(f"{_tree_digest(path)} {sys.version} {here()} {hooks}".encode()).hexdigest()[:16]
@@ -148,12 +149,12 @@ def content_digest(wheel: Wheel) -> str:
     return digest.hexdigest()
 
 
-def repack(distribution: Distribution, root: Path | None = None) -> Wheel:
+def repack(distribution: Distribution, modules: Path | None = None) -> Wheel:
     """Make a wheel of the files of a package that is installed in this environment.
 
     Args:
         distribution: the installed package.
-        root: of an editable package, the folder that holds the folder of its name.
+        modules: of an editable package, the folder of its modules.
 
     Raises:
         ExecutableError: its record does not list its files, or some of them are gone.
@@ -176,10 +177,11 @@ def repack(distribution: Distribution, root: Path | None = None) -> Wheel:
     info = next((file.parts[0] for file in files if file.parts[0].endswith(".dist-info")), None)
     gone = [str(file) for file in files if not Path(str(distribution.locate_file(file))).is_file()]
     if info is None or gone:
+        origin = json.loads(distribution.read_text("direct_url.json") or "{}").get("url", "its index")
         raise ExecutableError(
             f"recipe: the installed package {name} cannot be sent to other nodes, because "
             + (f"its file {gone[0]} is gone" if gone else "its record lists no files")
-            + f"; install it again: `uv pip install --reinstall {name}`"
+            + f"; install it again with `uv pip install --reinstall`, from {origin}"
         )
     tag = next(
         (
@@ -190,10 +192,10 @@ def repack(distribution: Distribution, root: Path | None = None) -> Wheel:
         "py3-none-any",
     )
     contents = {str(file): Path(str(distribution.locate_file(file))).read_bytes() for file in files}
-    if root is not None:
+    if modules is not None:
         contents = {each: content for each, content in contents.items() if each.startswith(info)}  # no .pth
-        sources = [file for file in _files(root / name) if file.suffix != ".pyc"]
-        contents |= {file.relative_to(root).as_posix(): file.read_bytes() for file in sources}
+        sources = [file for file in _files(modules) if file.suffix != ".pyc"]
+        contents |= {file.relative_to(modules.parent).as_posix(): file.read_bytes() for file in sources}
     buffer, record = io.BytesIO(), []
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
+    "DISTRIBUTION",
     "INVENTORY",
     "Recipe",
     "default_folder",
@@ -30,6 +31,9 @@ __all__ = [
     "usable",
     "used",
 ]
+
+DISTRIBUTION = "nrl-torch"
+"""The name of nrl in locks, wheels and metadata; PyPI's ``nrl`` is another project, with a module of that name."""
 
 INVENTORY = "nrl-venv.json"
 """The file in an environment that lists its packages. It is written last, so an environment that has it is complete."""
@@ -85,8 +89,8 @@ def default_folder() -> Path:
 def sources(recipe: Recipe, python: Path) -> list[str]:
     """The folders with the sources of a recipe, which go onto the path of its processes.
 
-    >>> sources(Recipe("base-01", "base", sources={"nrl-0.1.0-23": b""}), Path("/venvs/base-01/bin/python"))
-    ['/venvs/.sources/nrl-0.1.0-23']
+    >>> sources(Recipe("base-01", "base", sources={"nrl-torch-0.1.0-23": b""}), Path("/venvs/base-01/bin/python"))
+    ['/venvs/.sources/nrl-torch-0.1.0-23']
     """
     return [str(python.parents[2] / ".sources" / name) for name in recipe.sources]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nrl.runtime.node.cgroups import cores, mask, memory, quota
-from nrl.runtime.node.environments import default_folder, inventories
+from nrl.runtime.node.environments import DISTRIBUTION, default_folder, inventories
 from nrl.runtime.node.gpus import gpus
 
 __all__ = ["PACKAGES", "Facts", "facts", "folders", "python_with_torch"]
@@ -22,7 +22,7 @@ __all__ = ["PACKAGES", "Facts", "facts", "folders", "python_with_torch"]
 Facts = dict[str, Any]  # not `type Facts`, which would travel by its name alone
 """The values of `facts`, which JSON can hold."""
 
-PACKAGES = ("nrl", "ray", "tensordict", "torch", "transformers")
+PACKAGES = (DISTRIBUTION, "ray", "tensordict", "torch", "transformers")
 """The packages whose versions have to agree on all hosts."""
 
 

@@ -17,9 +17,9 @@ from tensordict import TensorDict
 
 from nrl.batch.ragged import is_ragged, parts_of, take
 from nrl.batch.raw import flat_bytes
+from nrl.runtime.intraop import set_threads
 from nrl.runtime.mesh.current_process import Process, entered, perform
 from nrl.runtime.mesh.resting import rest, wake
-from nrl.runtime.node.cgroups import cores
 from nrl.runtime.ports import store
 from nrl.runtime.ray.exceptions import carried
 from nrl.runtime.ray.messages import FUNCTIONS, Argument, NeverMade, Order, Receipt, unfolded
@@ -51,7 +51,7 @@ class Worker:
         self._values: dict[int, Any] = {}
         self._functions: OrderedDict[bytes, Callable[..., Any]] = OrderedDict()
         self._guard = threading.Lock()  # of `_functions`: a helper has several threads
-        torch.set_num_threads(threads or max(1, cores() // share))
+        set_threads(threads, share)
         seed = (seed + rank) % 2**32
         random.seed(seed)
         np.random.seed(seed)

@@ -272,7 +272,7 @@ def test_a_python_without_pyzmq_is_told_what_to_install(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "zmq", None)
     monkeypatch.setitem(sys.modules, "zmq.asyncio", None)
     with pytest.warns(
-        UserWarning, match="verifiers_server: this Python has no pyzmq, .* install nrl.verifiers., or 'pyzmq>=26'"
+        UserWarning, match="verifiers_server: this Python has no pyzmq, .* install nrl-torch.verifiers., or 'pyzmq>=26'"
     ):
         played(verifiers_server("tcp://127.0.0.1:1"), [], TASK)
 

@@ -10,6 +10,7 @@ import pytest
 from nrl.runtime.doctor.asking import reason
 from nrl.runtime.doctor.comparing import apart, clock, differences, rounds, slots, way
 from nrl.runtime.doctor.findings import Finding
+from nrl.runtime.node.environments import DISTRIBUTION
 from nrl.runtime.node.machine import PACKAGES, Facts
 
 GIB = 1 << 30
@@ -55,7 +56,12 @@ def test_equal_hosts_are_one_line() -> None:
         ({"python": "3.12.1"}, "warning", "Python 3.12.1; the program's is 3.12.4, with which environments", "Python"),
         ({"packages": {**HOST["packages"], "ray": "2.9"}}, "failed", "ray 2.9; the program has 1.0", "ray"),
         ({"packages": {**HOST["packages"], "torch": "2.9"}}, "warning", "torch 2.9; the program has 1.0", "torch"),
-        ({"packages": {**HOST["packages"], "nrl": None}}, "note", "nrl is not installed; the program has 1.0", "nrl"),
+        (
+            {"packages": {**HOST["packages"], DISTRIBUTION: None}},
+            "note",
+            f"{DISTRIBUTION} is not installed; the program has 1.0",
+            DISTRIBUTION,
+        ),
         (
             {"lock": {"path": "/old/uv.lock", "digest": "bb"}},
             "warning",

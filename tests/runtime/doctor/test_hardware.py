@@ -12,7 +12,7 @@ import pytest
 
 from nrl.runtime.doctor.findings import Finding
 from nrl.runtime.doctor.hardware import HARDWARE
-from nrl.runtime.node.environments import INVENTORY
+from nrl.runtime.node.environments import DISTRIBUTION, INVENTORY
 from nrl.runtime.node.gpus import gpus, links_of
 from nrl.runtime.node.machine import Facts, facts, folders, python_with_torch
 
@@ -115,7 +115,7 @@ def test_this_machine_is_looked_up() -> None:
     found = facts()
     assert found["host"] == socket.gethostname()
     assert found["packages"]["torch"]
-    assert found["packages"]["nrl"]
+    assert found["packages"][DISTRIBUTION]
     assert found["lock"]["path"].endswith("uv.lock")
     assert 0 < found["cores"]["allowed"] <= found["cores"]["machine"]
     assert 0 < found["memory"]["available"] <= found["memory"]["total"]

@@ -266,14 +266,14 @@ def test_environments_that_are_stale_damaged_or_half_built(
 
 
 def test_environments_that_cannot_be_written_and_lack_the_source_or_whose_lock_cannot_be_read() -> None:
-    made = SimpleNamespace(name="base-1", sources=["nrl-0.1.0-aa"], inventory={})
+    made = SimpleNamespace(name="base-1", sources=["nrl-torch-0.1.0-aa"], inventory={})
     whole = {"name": "base-1", "executable": "base", "built": "", "wrong": []}
-    image = {"folder": "/image", "writable": False, "whole": [whole], "begun": [], "sources": ["nrl-0.1.0-bb"]}
+    image = {"folder": "/image", "writable": False, "whole": [whole], "begun": [], "sources": ["nrl-torch-0.1.0-bb"]}
     judged = installation.environments_judged
     [lacking] = judged(image, lambda name: made)  # type: ignore[arg-type,return-value]
-    assert (lacking.level, "/image has no nrl-0.1.0-aa beside it" in lacking.found) == ("warning", True)
+    assert (lacking.level, "/image has no nrl-torch-0.1.0-aa beside it" in lacking.found) == ("warning", True)
     assert "set NRL_VENV_DIR" in lacking.todo
-    for change in ({"writable": True}, {"sources": ["nrl-0.1.0-aa"]}):
+    for change in ({"writable": True}, {"sources": ["nrl-torch-0.1.0-aa"]}):
         [well] = judged({**image, **change}, lambda name: made)  # type: ignore[arg-type,return-value]
         assert well.level == "ok"
 

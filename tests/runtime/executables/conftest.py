@@ -1,4 +1,4 @@
-"""A small index, and a project of a user: one package "nrl", another one in a folder, and two extras from the index."""
+"""A small index, and a project of a user: one package in the place of nrl, and two extras from the index."""
 
 import sys
 from collections.abc import Iterator

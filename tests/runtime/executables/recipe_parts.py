@@ -24,7 +24,7 @@ from nrl.runtime import node
 from nrl.runtime.executables.wheels import Wheel, content_digest
 from nrl.runtime.node import environments
 from nrl.runtime.node.building import provide
-from nrl.runtime.node.environments import Recipe, here
+from nrl.runtime.node.environments import DISTRIBUTION, Recipe, here
 from nrl.runtime.node.installer import uv
 
 __all__ = [
@@ -149,35 +149,39 @@ def index_of(folder: Path, *wheels: Wheel) -> Iterator[tuple[list[str], dict[str
 
 BACKEND = """
 import pathlib, zipfile
-info = "{name}-1.0.dist-info"
+info = "{package}-1.0.dist-info"
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
-    with zipfile.ZipFile(pathlib.Path(wheel_directory) / "{name}-1.0-py3-none-any.whl", "w") as archive:
+    with zipfile.ZipFile(pathlib.Path(wheel_directory) / "{package}-1.0-py3-none-any.whl", "w") as archive:
         archive.writestr("{name}/__init__.py", pathlib.Path("{name}/__init__.py").read_text())
-        archive.writestr(info + "/METADATA", "Metadata-Version: 2.1\\nName: {name}\\nVersion: 1.0\\n")
+        archive.writestr(info + "/METADATA", "Metadata-Version: 2.1\\nName: {package}\\nVersion: 1.0\\n")
         archive.writestr(info + "/WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
         archive.writestr(info + "/RECORD", "{name}/__init__.py,,\\n")
-    return "{name}-1.0-py3-none-any.whl"
+    return "{package}-1.0-py3-none-any.whl"
 def build_editable(*arguments):
     raise RuntimeError("never needed")
 """
 
 
 def project_of(folder: Path) -> Path:
-    """A uv project with its lock, in which something is called `nrl`, so that the lock is one that counts."""
+    """A uv project with its lock, which counts because a package in the place of nrl is in it."""
     root = folder / "project"
-    for path, name in ((root, "app"), (root / "libs" / "nrl", "nrl")):
+    for path, name, package in (
+        (root, "app", "app"),
+        (root / "libs" / "nrl", "nrl", DISTRIBUTION.replace("-", "_")),
+    ):
         (path / name).mkdir(parents=True)
         (path / name / "__init__.py").write_text("x = 1\n")
-        (path / "backend.py").write_text(BACKEND.format(name=name))
+        (path / "backend.py").write_text(BACKEND.format(name=name, package=package))
     (root / "pyproject.toml").write_text(
-        '[project]\nname = "app"\nversion = "0.1"\nrequires-python = ">=3.12"\ndependencies = ["nrl", "one"]\n'
+        '[project]\nname = "app"\nversion = "0.1"\nrequires-python = ">=3.12"\n'
+        f'dependencies = ["{DISTRIBUTION}", "one"]\n'
         '[project.optional-dependencies]\nextra = ["two"]\n'
         '[dependency-groups]\ndev = ["three"]\n'
         '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
-        '[tool.uv.sources]\nnrl = { path = "libs/nrl", editable = true }\n'
+        f'[tool.uv.sources]\n{DISTRIBUTION} = {{ path = "libs/nrl", editable = true }}\n'
     )
     (root / "libs" / "nrl" / "pyproject.toml").write_text(
-        '[project]\nname = "nrl"\nversion = "9.9"\n'
+        f'[project]\nname = "{DISTRIBUTION}"\nversion = "9.9"\n'
         '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
     )
     uv(["lock", "--quiet", f"--python={sys.executable}"], cwd=root)

@@ -17,7 +17,7 @@ from nrl.runtime.executables.pins import environment_of, pins_of, python_of
 from nrl.runtime.executables.recipes import recipe
 from nrl.runtime.executables.registry import EXECUTABLES, Executable
 from nrl.runtime.executables.wheels import build, content_digest, repack
-from nrl.runtime.node.environments import here
+from nrl.runtime.node.environments import DISTRIBUTION, here
 from nrl.runtime.node.installer import uv
 from tests.runtime.executables.recipe_parts import project_of, run
 
@@ -57,14 +57,14 @@ def test_a_project_without_nrl_in_its_lock_does_not_count(
     tmp_path: Path, index: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = project_of(tmp_path)
-    (root / "uv.lock").write_text((root / "uv.lock").read_text().replace('"nrl"', '"other"'))
+    (root / "uv.lock").write_text((root / "uv.lock").read_text().replace(f'"{DISTRIBUTION}"', '"nrl"'))
     monkeypatch.setattr(sys, "prefix", str(root / ".venv"))
     assert project() == Project("checkout", ROOT)
 
 
 def test_from_a_checkout(tmp_path: Path) -> None:
     pins = locked(EXECUTABLES["base"], project(), tmp_path)
-    assert pins["nrl"].path == ROOT
+    assert pins[DISTRIBUTION].path == ROOT
     lock = {each["name"]: each for each in tomllib.loads((ROOT / "uv.lock").read_text())["package"]}
     assert pins["torch"].version == lock["torch"]["version"]
     assert pins["torch"].line.startswith(f"torch=={pins['torch'].version} --hash=sha256:")
@@ -102,7 +102,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which the wheel of this checkout is installed."""
     folder = tmp_path_factory.mktemp("wheel")
     uv(["build", "--quiet", "--wheel", f"--python={sys.executable}", f"--out-dir={folder}", str(ROOT)], cwd=folder)
-    found = next(folder.glob("nrl-*.whl"))
+    found = next(folder.glob("*.whl"))
     uv(
         [
             "pip",
@@ -160,7 +160,7 @@ def test_the_locks_in_a_wheel_name_no_index_but_pypi(site: Path) -> None:
 
 
 def test_nrls_own_wheel_is_the_one_that_a_build_makes(site: Path, tmp_path: Path) -> None:
-    (installed,) = Distribution.discover(name="nrl", path=[str(site)])
+    (installed,) = Distribution.discover(name=DISTRIBUTION, path=[str(site)])
     assert content_digest(build(ROOT, tmp_path)) == content_digest(repack(installed))
     assert list(tmp_path.iterdir()) == []  # no backend was needed, which an image may not be able to get
 

@@ -15,7 +15,7 @@ from filelock import FileLock
 from nrl.command.cli import main
 from nrl.runtime.executables import maintenance
 from nrl.runtime.executables.registry import EXECUTABLES
-from nrl.runtime.node.environments import INVENTORY, inventories
+from nrl.runtime.node.environments import DISTRIBUTION, INVENTORY, inventories
 from nrl.runtime.node.installer import uv
 from tests.runtime.executables.recipe_parts import held, index_of, project_of, to_install, wheel_of
 
@@ -79,9 +79,9 @@ def test_from_nothing_to_a_built_environment_that_is_current(nrl: Run, root: Pat
     assert out.splitlines()[1:] == ["  one 1.0"]
     _, out, _ = nrl("path", "--imports", "base")
     folders = [Path(folder) for folder in out.rstrip().split(os.pathsep)]
-    assert [(folder.parent, folder.name.split("-")[0]) for folder in folders] == [
+    assert [(folder.parent, folder.name.rsplit("-", 2)[0]) for folder in folders] == [
         (venvs / ".sources", "app"),
-        (venvs / ".sources", "nrl"),
+        (venvs / ".sources", DISTRIBUTION),
     ]
     assert (folders[0] / "app" / "__init__.py").is_file()
 
@@ -136,7 +136,7 @@ def test_a_lock_that_went_on_is_told_from_the_image_to_the_checkout(nrl: Run, ro
 
 def edit_dependencies(root: Path, *names: str) -> None:
     text = (root / "pyproject.toml").read_text()
-    needed = ", ".join(f'"{name}"' for name in ("nrl", *names) if name)
+    needed = ", ".join(f'"{name}"' for name in (DISTRIBUTION, *names) if name)
     (root / "pyproject.toml").write_text(re.sub(r"(?m)^dependencies = .*$", f"dependencies = [{needed}]", text))
     uv(["lock", "--quiet", f"--python={sys.executable}"], cwd=root)
 

@@ -18,7 +18,7 @@ from nrl.runtime.executables.locks import Project, project
 from nrl.runtime.executables.recipes import recipe
 from nrl.runtime.executables.registry import Executable
 from nrl.runtime.node.building import provide
-from nrl.runtime.node.environments import Recipe, sources
+from nrl.runtime.node.environments import DISTRIBUTION, Recipe, sources
 from tests.runtime.executables.recipe_parts import BACKEND, run, to_install
 
 NAME = re.compile(r"base-[0-9a-f]{12}")
@@ -40,7 +40,9 @@ def test_a_users_project_with_its_own_code(mine: Path) -> None:
     made = recipe("base")
     assert run_in(made, "import app, nrl, one; print(app.x, nrl.x)") == "1 1"
     assert run_in(made, "from importlib.util import find_spec as f; print(f('two'), f('three'))") == "None None"
-    assert run_in(made, "from importlib.metadata import version as v; print(v('app'), v('nrl'))") == "1.0 1.0"
+    assert (
+        run_in(made, f"from importlib.metadata import version as v; print(v('app'), v('{DISTRIBUTION}'))") == "1.0 1.0"
+    )
 
 
 def test_extras_and_groups_are_the_projects(mine: Path) -> None:
@@ -82,7 +84,7 @@ def test_an_edit_builds_nothing_and_takes_effect(mine: Path) -> None:
     assert recipe("base").sources.keys() == first.sources.keys()
     edit(mine / "libs/nrl/nrl/__init__.py", "x = 1", "x = 2")  # an editable dependency
     second = recipe("base")
-    assert source_of(second, "nrl") != source_of(first, "nrl")
+    assert source_of(second, DISTRIBUTION) != source_of(first, DISTRIBUTION)
     assert source_of(second, "app") == source_of(first, "app")
     edit(mine / "app/__init__.py", "x = 1", "x = 3")  # the project itself
     third = recipe("base")
@@ -100,7 +102,7 @@ def test_a_wheel_that_is_more_than_python_is_installed(mine: Path, file: str) ->
     to_install(mine, file)
     first = recipe("base")
     assert set(first.inventory["packages"]) == {"app", "one"}
-    assert [name.split("-")[0] for name in first.sources] == ["nrl"]
+    assert [name.rsplit("-", 2)[0] for name in first.sources] == [DISTRIBUTION]
     assert run(provide(first), "-c", "import app; print(app.x)") == "1"
     edit(mine / "app/__init__.py", "x = 1", "x = 2")
     second = recipe("base")
@@ -169,7 +171,7 @@ def test_a_kept_resolution_that_is_not_whole_is_resolved_again(mine: Path) -> No
 def test_a_folder_as_an_additional_requirement(mine: Path, tmp_path: Path) -> None:
     (tmp_path / "more" / "more").mkdir(parents=True)
     (tmp_path / "more" / "more" / "__init__.py").write_text("y = 1\n")
-    (tmp_path / "more" / "backend.py").write_text(BACKEND.format(name="more"))
+    (tmp_path / "more" / "backend.py").write_text(BACKEND.format(name="more", package="more"))
     (tmp_path / "more" / "pyproject.toml").write_text(
         '[project]\nname = "more"\nversion = "1.0"\n'
         '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
@@ -200,7 +202,8 @@ def test_an_extra_that_neither_the_project_nor_nrl_has(mine: Path) -> None:
 def test_a_project_whose_lock_does_not_agree_with_an_extra_of_nrl(mine: Path) -> None:
     message = (
         r"(?s)recipe: the project .*/project has no extra 'mcore' for executable 'mcore', and what nrl's lock has for "
-        r"it does not agree .* mcore = \[\"nrl\[mcore\]\"\] and, .*override-dependencies = \[\"torch==.*In detail: "
+        r"it does not agree .* mcore = \[\"nrl-torch\[mcore\]\"\] and, "
+        r".*override-dependencies = \[\"torch==.*In detail: "
     )
     with pytest.raises(ExecutableError, match=message):  # the index has none of these packages
         recipe("mcore")
@@ -244,7 +247,7 @@ def test_a_recipe_travels(tmp_path: Path) -> None:
     found = recipe("base", folder=tmp_path)
     assert NAME.fullmatch(found.name)
     assert pickle.loads(pickle.dumps(found)) == found
-    assert ([name.split("-")[0] for name in found.sources], found.wheels) == (["nrl"], {})
+    assert ([name.rsplit("-", 2)[0] for name in found.sources], found.wheels) == ([DISTRIBUTION], {})
     shown = {*re.findall(r"(\w+)=", repr(found))}
     assert not {"wheels", "sources", "settings", "inventory"} & shown  # large, or secret
 
@@ -255,7 +258,7 @@ def test_an_executable_that_a_script_outside_of_the_repository_registers(
     source = tmp_path / "shouting"
     (source / "shouting").mkdir(parents=True)
     (source / "shouting" / "__init__.py").write_text("def shout(text):\n    return text.upper()\n")
-    (source / "backend.py").write_text(BACKEND.format(name="shouting"))
+    (source / "backend.py").write_text(BACKEND.format(name="shouting", package="shouting"))
     (source / "pyproject.toml").write_text(
         '[project]\nname = "shouting"\nversion = "1.0"\n'
         '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
