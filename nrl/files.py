@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MANIFEST",
+    "NOT_FINITE",
     "Buffer",
     "Folder",
     "Saved",
@@ -42,6 +43,8 @@ __all__ = [
 ]
 
 MANIFEST = "manifest.json"
+NOT_FINITE = "not_finite"
+"""The field of a value's record in the manifest with the names of its tensors that have NaN or infinite numbers."""
 
 type Buffer = bytes | bytearray | memoryview
 type Folder = Path | UPath
@@ -90,21 +93,18 @@ def make(folder: Folder) -> None:
 
 
 @contextmanager
-def on_disk(folder: Folder) -> Iterator[Path]:
-    """A folder of files as one on the disk: itself, or a copy for as long as the block lasts.
+def on_disk(folder: Folder, names: Iterable[str]) -> Iterator[Path]:
+    """Copy small files of a folder into one on the disk, which holds nothing else, for as long as the block lasts.
 
     >>> _ = write(at("memory://letters") / "abc", [b"abc"])
-    >>> with on_disk(at("memory://letters")) as here:
+    >>> with on_disk(at("memory://letters"), ["abc"]) as here:
     ...     print((here / "abc").read_text())
     abc
     """
-    if isinstance(folder, Path):
-        yield folder
-        return
-    with TemporaryDirectory() as made:
-        for each in folder.iterdir():
-            (Path(made) / each.name).write_bytes(each.read_bytes())
-        yield Path(made)
+    with TemporaryDirectory() as copies:
+        for name in names:
+            (Path(copies) / name).write_bytes((folder / name).read_bytes())
+        yield Path(copies)
 
 
 def _opened(path: Folder, mode: str) -> IO[bytes]:
