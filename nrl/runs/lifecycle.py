@@ -26,7 +26,7 @@ from nrl.files import Folder
 from nrl.log import Progress, Sink, duration, open_sinks, redacted
 from nrl.reduce import Metrics, finalize, merge
 from nrl.runs import config_file, folder
-from nrl.runs.loops import Given, Loop, LoopFiles, RunningStep, collector_spared
+from nrl.runs.loops import Given, Loop, LoopFiles, RunningStep, collector_spared, how_to_go_on
 from nrl.runs.on_its_way import OnItsWay
 from nrl.runs.reporting import report_at_end
 from nrl.runtime.mesh.futures import Future
@@ -45,7 +45,7 @@ class Run:
         total: steps of the main loop.
         keep: when to write checkpoints, and which to keep.
         sink: gets the metrics, besides the terminal and the JSONL files.
-        preemption: knows whether SIGTERM has come.
+        preemption: knows whether SIGTERM or Ctrl-C has come.
         stack: closes everything at the end of the run.
         text: the configuration.
     """
@@ -294,13 +294,13 @@ class Run:
             self._share("run.save", loop, named)
         loop.checked = True
 
-    # --- SIGTERM: the outermost loop heeds it, while it waits for a batch or at the end of its step
+    # --- SIGTERM and Ctrl-C: the outermost loop heeds them, while it waits for a batch or at the end of its step
 
     def _wanted_back(self, loop: Loop) -> bool:
         return loop is self._running[0] and self._preemption.asked
 
     def _pull(self, loop: Loop, stream: Stream[Batch]) -> Batch:
-        """Take the next batch. SIGTERM breaks this off if the stream can go back; else the step is finished first.
+        """Take the next batch. A signal breaks this off if the stream can go back; else the step is finished first.
 
         The signal may also end the processes that make the batch: their error breaks this off, too.
         """
@@ -313,8 +313,8 @@ class Run:
         try:
             self._preemption.going_on = saves and back is None
             batch = stream.take(1)[0]
-            self._preemption.going_on = saves
-        except (Terminated, Exception):
+            self._preemption.going_on, self._preemption.begun = saves, True
+        except (Terminated, KeyboardInterrupt, Exception):
             if back is None or not self._preemption.asked:
                 raise
             back()
@@ -325,7 +325,7 @@ class Run:
         return batch
 
     def _end(self, loop: Loop) -> NoReturn:
-        """Save the last step's values, unless they are saved already, and raise `Terminated`."""
+        """Save the last step's values, unless they are saved already, and raise what ends the program."""
         given, preemption = loop.given, self._preemption
         if given is None:
             preemption.say(f"no step of '{loop.name}' has been given to run.save since the last checkpoint")
@@ -374,8 +374,8 @@ def run(cfg: Any) -> Iterator[Run]:
 
     Raises:
         ConfigError: ``out`` is a file; it holds a run without checkpoints, or one of another configuration (``out``,
-            ``steps``, ``checkpoints``, ``sinks``, ``cluster`` and optimizers may change); another process is in it;
-            or ``steps`` is negative.
+            ``steps``, ``checkpoints``, ``sinks``, optimizers, and where a step is computed, such as ``cluster`` and
+            ``layout``, may change: docs/checkpoints.md); another process is in it; or ``steps`` is negative.
 
     >>> import attrs, tempfile
     >>> @attrs.frozen
@@ -400,5 +400,6 @@ def run(cfg: Any) -> Iterator[Run]:
         stack.callback(end_all)
         stack.enter_context(timeline.recording(out))
         stack.enter_context(profiles.profiling(out))
+        stack.callback(lambda: preemption.write(how_to_go_on(out)) if preemption.asked else None)
         yield Run(out, int(getattr(cfg, "steps", 0)), keep, sink, preemption, stack, text)
     print(f"done in {duration(time.monotonic() - started)}; metrics are in {out}", flush=True)

@@ -10,10 +10,11 @@ from typing import Any
 
 import attrs
 
+from nrl import checkpoint
 from nrl.files import Folder
 from nrl.log import JsonLines
 
-__all__ = ["Given", "Loop", "LoopFiles", "RunningStep", "collector_spared"]
+__all__ = ["Given", "Loop", "LoopFiles", "RunningStep", "collector_spared", "how_to_go_on"]
 
 
 @attrs.define(eq=False)
@@ -123,6 +124,19 @@ def _synced_size(path: Path) -> int:
     with path.open("rb") as file:
         os.fsync(file.fileno())
         return os.fstat(file.fileno()).st_size
+
+
+def how_to_go_on(out: Path) -> str:
+    """Return how a run that is ended by a signal can be resumed.
+
+    >>> how_to_go_on(Path("runs/qwen"))
+    'runs/qwen has no checkpoint, so the same command begins anew'
+    """
+    newest = {root.name: checkpoint.finite(checkpoint.checkpoints(root))[-1:] for root in out.glob("checkpoints/*/")}
+    steps = [f"step {found.step} of '{name}'" for name, last in sorted(newest.items()) for found in last]
+    if not steps:
+        return f"{out} has no checkpoint, so the same command begins anew"
+    return f"the same command with out={out} goes on after {' and '.join(steps)}"
 
 
 _spared = False  # already, by a loop around this one: counting what is frozen takes 0.1 s
