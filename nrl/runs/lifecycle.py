@@ -33,6 +33,7 @@ from nrl.runtime.mesh.futures import Future
 from nrl.runtime.preemption import Preemption, Terminated, heeded
 from nrl.runtime.trace import measured, profiles, timeline
 from nrl.stream import Stream
+from nrl.stream.prefetch import at_end
 
 __all__ = ["Run", "run"]
 
@@ -159,12 +160,14 @@ class Run:
                     with timeline.span(f"{shown} {step}", loop=shown):
                         loop.step = RunningStep(asked=time.perf_counter(), published=timeline.spent("publish"))
                         with timeline.span("take"):
-                            batch = self._pull(loop, stream)
+                            batch = self._pull(loop, stream, step)
                         loop.step.pulled = time.perf_counter()
                         yield step, batch
                     folder.mark_begun(self.out)
         finally:
             self._running.remove(loop)
+            if expect := getattr(stream, "expect", None):
+                expect(None)
             if not self._running:
                 self._preemption.going_on = False
         if main:
@@ -243,6 +246,10 @@ class Run:
             ConfigError: no loop over `steps` is running.
         """
         loop = self._innermost("save")
+        with at_end(step + 1 == loop.steps):
+            return self._saved(loop, step, named)
+
+    def _saved(self, loop: Loop, step: int, named: Mapping[str, Any]) -> Folder | None:
         self._check(loop, named)
         loop.step.saved = True
         given = loop.given = Given(step, named, loop.step.numbers)
@@ -299,7 +306,7 @@ class Run:
     def _wanted_back(self, loop: Loop) -> bool:
         return loop is self._running[0] and self._preemption.asked
 
-    def _pull(self, loop: Loop, stream: Stream[Batch]) -> Batch:
+    def _pull(self, loop: Loop, stream: Stream[Batch], step: int) -> Batch:
         """Take the next batch. A signal breaks this off if the stream can go back; else the step is finished first.
 
         The signal may also end the processes that make the batch: their error breaks this off, too.
@@ -308,6 +315,8 @@ class Run:
             return stream.take(1)[0]
         if self._preemption.asked:
             self._end(loop)
+        if expect := getattr(stream, "expect", None):
+            expect(loop.steps - step)
         mark, saves = getattr(stream, "mark", None), loop.names is not None
         random, back = checkpoint.random_state(), mark() if mark else None
         try:
