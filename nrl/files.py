@@ -33,6 +33,7 @@ __all__ = [
     "check_sums",
     "files_of",
     "flush",
+    "free_room",
     "make",
     "on_disk",
     "part",
@@ -50,6 +51,7 @@ type Buffer = bytes | bytearray | memoryview
 type Folder = Path | UPath
 """A folder, or a file, on a disk or in a store of objects. There it has no parts that could be locked or renamed."""
 
+_FEW_INODES = 16  # fewer than a checkpoint may take
 _BLOCK = 1 << 24  # bytes that are asked of a store at once, where a whole file is read
 
 
@@ -183,6 +185,22 @@ def flush(folder: Folder) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def free_room(path: Path) -> str:
+    """Return how much room there is at a path, in bytes and, where few are left, in inodes.
+
+    >>> import re
+    >>> bool(re.fullmatch(r"[0-9.]+ MB are free in /tmp", free_room(Path("/tmp/there/is/none"))))
+    True
+    """
+    folder = next(above for above in (path.absolute(), *path.absolute().parents) if above.exists())
+    system = os.statvfs(folder)
+    megabytes = f"{system.f_bavail * system.f_frsize / 1e6:.1f} MB"
+    if system.f_files and system.f_favail < _FEW_INODES:  # a file system that counts none reports 0 of them
+        inodes = f"{system.f_favail} inodes are free in {folder}: remove files, each of which takes one"
+        return f"{megabytes}, but only {inodes}"
+    return f"{megabytes} are free in {folder}"
 
 
 def part(rank: int, count: int) -> str:

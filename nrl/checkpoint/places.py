@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nrl.errors import CheckpointError
-from nrl.files import MANIFEST, Folder, at, flush, make, write
+from nrl.files import MANIFEST, Folder, at, flush, free_room, make, write
 
 __all__ = [
     "DAMAGED",
@@ -181,9 +181,7 @@ def abandon(folder: Folder) -> Left:
     temporary = folder.with_name(f".{folder.name}.writing")
     size = sum(path.stat().st_size for path in temporary.rglob("*") if path.is_file())
     shutil.rmtree(temporary, ignore_errors=True)
-    there = next(path for path in folder.absolute().parents if path.exists())
-    room = f"; {shutil.disk_usage(there).free / 1e6:.1f} MB are free in {there}"
-    return Left(f" after {size / 1e6:.1f} MB", room, "Make room")
+    return Left(f" after {size / 1e6:.1f} MB", f"; {free_room(folder.parent)}", "Make room")
 
 
 def remove(folder: Folder) -> None:

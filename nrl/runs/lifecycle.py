@@ -272,6 +272,7 @@ class Run:
 
     def _store(self, loop: Loop, given: Given) -> None:
         self._preemption.going_on = True
+        self._files.check_folder("run.save")
         metrics = {key: value for key, value in given.numbers.items() if math.isfinite(value)}
         meta = {"steps": loop.steps, "files": self._files.sizes(loop.name), "metrics": metrics}
         if loop.checkpoints != loop.own:
@@ -410,5 +411,7 @@ def run(cfg: Any) -> Iterator[Run]:
         stack.enter_context(timeline.recording(out))
         stack.enter_context(profiles.profiling(out))
         stack.callback(lambda: preemption.write(how_to_go_on(out)) if preemption.asked else None)
-        yield Run(out, int(getattr(cfg, "steps", 0)), keep, sink, preemption, stack, text)
+        entered = Run(out, int(getattr(cfg, "steps", 0)), keep, sink, preemption, stack, text)
+        yield entered
+        entered._files.check_folder("run")
     print(f"done in {duration(time.monotonic() - started)}; metrics are in {out}", flush=True)

@@ -32,7 +32,7 @@ def looped(cfg: Looped, stream: Source[Any]) -> list[Any]:
 
 @pytest.mark.parametrize("n", [1, 2, 9])
 def test_a_loop_makes_no_item_early_that_it_does_not_take(n: int, tmp_path: Path) -> None:
-    """Where other processes make them. The state is the cursor after what was taken, and a longer run goes on from it."""
+    """Where other processes make them. The state is the cursor after what was taken; a longer run goes on from it."""
     made: list[int] = []
 
     def source() -> Source[Any]:

@@ -136,12 +136,14 @@ def test_what_it_says(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None
     assert capfd.readouterr().err.splitlines() == [
         "run: SIGTERM; ending, within 600 s (checkpoints.grace)",
         f"run: step 1 of 'train' is saved in {tmp_path}/a/checkpoints/train/000002",
+        f"run: the same command with out={tmp_path}/a goes on after step 1 of 'train'",
     ]
     with terminated():
         program(tmp_path / "b", items(), within=lambda step: terminate() if step == 3 else None)
     assert capfd.readouterr().err.splitlines() == [
         "run: SIGTERM; going on to the end of this step, within 600 s (checkpoints.grace)",
         f"run: step 3 of 'train' is saved in {tmp_path}/b/checkpoints/train/000004",
+        f"run: the same command with out={tmp_path}/b goes on after step 3 of 'train'",
     ]
     with terminated():
         program(tmp_path / "b", items({4: terminate}))
@@ -280,6 +282,7 @@ def test_what_is_lost_in_a_step_after_it_is_no_reason_to_begin_again(
     assert "retrying" not in said.out
     assert said.err.splitlines() == [
         "run: SIGTERM; going on to the end of this step, within 600 s (checkpoints.grace)",
+        f"run: {tmp_path} has no checkpoint, so the same command begins anew",
         f"run: no checkpoint could be saved; what ran was ended by LostActor: {lost()}",
     ]
 
