@@ -18,8 +18,10 @@ def small_disk_at(disk: Path, *, megabytes: int, inodes: int = 0) -> Iterator[Pa
     mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m,nr_inodes={inodes}", "tmpfs", str(disk)]
     if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("a file system can be mounted only with the rights to")
-    yield disk
-    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
 def transferred() -> tuple[int, int]:
