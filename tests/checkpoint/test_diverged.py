@@ -4,16 +4,16 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import pytest
 import torch
 
 import nrl
-from nrl import tiny
+from nrl import Layout, tiny
 from nrl.algos import sft_loss
-from nrl.backends import Trainer, TrainState, adamw, fsdp
+from nrl.backends import TRAINERS, Trainer, TrainState, adamw, fsdp
 from nrl.backends.base import Piece
 from nrl.backends.training import storage
 from nrl.backends.training.agreement import Peers
@@ -24,6 +24,7 @@ from nrl.command.exporting import Export
 from nrl.command.exporting import main as export
 from nrl.errors import CheckpointError, ModelError
 from nrl.files import at
+from nrl.runtime import Cluster
 from nrl.stream import counting
 from tests.weights import assert_equal, weights
 
@@ -102,6 +103,29 @@ def test_each_number_of_weights_and_optimizer_states_counts(dtype: torch.dtype) 
             bad.view(-1)[place] = number
             assert found({"model.a": good, "optimizer.a.exp_avg": bad, **counts}) == ["optimizer.a.exp_avg"]
             assert found({"model.a": bad.T, "optimizer.a.exp_avg": good, **counts}) == ["model.a"]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["fsdp", "megatron"])
+def test_each_process_checks_its_own_part(engine: Literal["fsdp", "megatron"], on_ray: Cluster, tmp_path: Path) -> None:
+    """And a run goes on in another layout, of either engine, from the one before."""
+    layout = Layout(dp=2) if engine == "fsdp" else Layout(tp=2)
+    mesh = on_ray.reserve(2).mesh(layout=layout, executable="system")
+    large = TRAINERS[engine](mesh, tiny.model(), LARGE)
+    good = save(tmp_path / "000001", 0, {"policy": large.init()})
+    bad = save(tmp_path / "000002", 1, {"policy": stepped(large)})
+    assert good.not_finite == ()
+    assert "policy: model.model.embed_tokens.weight" in bad.not_finite
+    (tmp_path / "000001" / "policy" / "copy.safetensors").write_bytes(b"somebody's")
+    said: list[str] = []
+    found = newest(tmp_path, said.append, {"policy": large})
+    assert found == good
+    assert "it is now 000002.diverged, and 000001 is used" in said[0]
+    (again,) = load(good.folder, policy=large)
+    with nrl.cluster("local") as cluster:
+        (alone,) = load(good.folder, policy=fsdp.trainer(cluster.reserve(1), tiny.model(), LARGE))
+        assert_equal(weights(again), weights(alone))
 
 
 def test_where_none_is_finite_they_keep_their_names(diverging: Trainer, tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from tests.children import child, server
 from tests.jsonlines import untimed
 from tests.processes import settled
 
+pytestmark = pytest.mark.slow
+
 
 @attrs.frozen
 class Config:
@@ -144,7 +146,6 @@ def test_without_a_checkpoint_the_end_is_clear(place: str, tmp_path: Path) -> No
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("place", "least", "most"), [("before", 4.9, 8.0), ("step", 9.4, 12.0)])
 def test_sigterm_before_the_first_step_waits_for_no_checkpoint(
     place: str, least: float, most: float, tmp_path: Path

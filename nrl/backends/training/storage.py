@@ -171,9 +171,8 @@ def _pieces(folder: Folder, files: ExitStack) -> dict[str, list[Piece]]:
     from safetensors import SafetensorError
 
     found: dict[str, list[Piece]] = {}
-    saved = saved_in(folder)
-    listed = {} if saved is None else saved.files  # any other file there is none of the checkpoint's
-    paths: list[Folder] = [path for path in folder.glob("*.safetensors") if path.name in listed]
+    saved = saved_in(folder)  # a file that its manifest does not list is none of the checkpoint's
+    paths: list[Folder] = [path for path in folder.glob("*.safetensors") if saved is None or path.name in saved.files]
     paths.sort(key=lambda path: path.name)
     try:
         check_parts(folder, [path.name for path in paths])
