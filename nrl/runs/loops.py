@@ -130,12 +130,12 @@ class LoopFiles:
 
     def _of(self, loop: str) -> list[Path]:
         """The files of a loop and of those within it, which begin with its name."""
-        loops = {loop, *(path.name for path in self._out.glob("checkpoints/*"))} - {"train"}
+        loops = {loop, *(path.name for path in self._out.glob("checkpoints/*/"))} - {"train"}
 
         def owner(path: Path) -> str:
             return next((name for name in loops if path.name.startswith(f"{name}.")), "train")
 
-        return [path for path in sorted(self._out.glob("*.jsonl")) if owner(path) == loop]
+        return [path for path in sorted(self._out.glob("[!.]*.jsonl")) if owner(path) == loop]
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:

@@ -238,11 +238,14 @@ def test_files_that_the_manifest_does_not_list_are_not_read(trainer: Trainer, tm
     assert (root / "notes.txt").exists()
 
 
-def test_a_run_ignores_what_lies_beside_its_checkpoints(tmp_path: Path) -> None:
+def test_a_run_ignores_what_lies_beside_its_checkpoints(trainer: Trainer, tmp_path: Path) -> None:
     cfg = Config(str(tmp_path / "run"), 1, adamw(lr=1e-3))
     run_once(cfg)
     for folder in (tmp_path / "run", tmp_path / "run/checkpoints", tmp_path / "run/checkpoints/train"):
-        for name in (*STRAY, "._train", "notes"):
+        for name in (*STRAY, "._train", "._metrics.jsonl", "notes"):
             (folder / name).write_text("somebody's")
     run_once(attrs.evolve(cfg, steps=2))
     assert names(tmp_path / "run/checkpoints/train") == ["000002"]
+    assert (tmp_path / "run/._metrics.jsonl").read_text() == "somebody's"
+    trainer.save(trainer.init(), tmp_path / "run/checkpoints")  # into a folder that has such files
+    assert (tmp_path / "run/checkpoints/0001.safetensors").exists()

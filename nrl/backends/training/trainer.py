@@ -363,7 +363,7 @@ class Trainer:
 
     def _written(self, each: Sequence[Saved], folder: Folder, record: Mapping[str, Any]) -> Saved:
         files = shared_folders.arrived(self.name, folder, [saved.files for saved in each])
-        for path in folder.glob("*.safetensors"):
+        for path in folder.glob("[0-9]*-of-[0-9]*.safetensors"):
             if path.name not in files:  # another number of processes has left it
                 path.unlink()
         if self._description:
