@@ -217,9 +217,9 @@ def heeded(grace: float) -> Iterator[Preemption]:
         if _asked is not None and _asked.number == signal.SIGINT and not _is_ours(handlers.get(signal.SIGINT)):
             _asked = None  # a notebook, or a shell, goes on
         if _asked is None:
-            for number, before in handlers.items():
-                if signal.getsignal(number) == preemption.handle:
-                    signal.signal(number, before)
+            for handled, before in handlers.items():
+                if signal.getsignal(handled) == preemption.handle:
+                    signal.signal(handled, before)
 
 
 def _is_ours(handler: Any) -> bool:

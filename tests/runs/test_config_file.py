@@ -74,7 +74,7 @@ class Placed:
     max_length: int = 64
 
 
-MOVED = [
+MOVED: list[dict[str, Any]] = [
     {"cluster": "ray"},
     {"trainer": "megatron"},
     {"dp": 2, "layout": nrl.Layout(2)},

@@ -13,6 +13,16 @@ from nrl.checkpoint import Checkpoints
 from nrl.stream import Source, ahead, counting
 
 
+def noting(made: list[int]) -> Source[Any]:
+    """Numbers, each of which is noted when it is made."""
+
+    def item(index: int) -> int:
+        made.append(index)
+        return index
+
+    return counting(item)
+
+
 @attrs.frozen
 class Looped:
     out: str
@@ -36,7 +46,7 @@ def test_a_loop_makes_no_item_early_that_it_does_not_take(n: int, tmp_path: Path
     made: list[int] = []
 
     def source() -> Source[Any]:
-        return counting(lambda index: made.append(index) or index)._replace(remote=True)
+        return noting(made)._replace(remote=True)
 
     assert looped(Looped(str(tmp_path), 4), ahead(source(), n)) == [0, 1, 2, 3]
     assert made == [0, 1, 2, 3]
@@ -75,6 +85,5 @@ def test_the_last_step_waits_for_no_item_that_is_under_way(fails: bool, tmp_path
 def test_here_items_are_early_to_the_end(tmp_path: Path) -> None:
     """In this process their lag is exact, also that of items which a run with more steps takes later."""
     made: list[int] = []
-    source = counting(lambda index: made.append(index) or index)
-    assert looped(Looped(str(tmp_path), 2), ahead(source, 2)) == [0, 1]
+    assert looped(Looped(str(tmp_path), 2), ahead(noting(made), 2)) == [0, 1]
     assert made == [0, 1, 2, 3]

@@ -62,10 +62,14 @@ def main(folder: Path, cfg: Config, sleeps: dict[str, float], saves: bool) -> No
     for descriptor in (1, 2):
         os.dup2(os.open(folder / f"{descriptor}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
-    os._exit(exit_status(lambda: nrl.retrying(lambda cfg: run_it(cfg, sleeps, saves))(cfg), "program.py"))
+
+    def program(cfg: Config) -> None:
+        run_it(cfg, sleeps, saves)
+
+    os._exit(exit_status(lambda: nrl.retrying(program)(cfg), "program.py"))
 
 
-def reached(folder: Path, place: str, *, saves: bool = True, **sleeps: float) -> Any:
+def reached(folder: Path, place: str, sleeps: dict[str, float], *, saves: bool = True) -> Any:
     """The process of the program, once it is at a place."""
     folder.mkdir(exist_ok=True)
     process = server().Process(target=main, args=(folder, Config(str(folder / "run")), sleeps, saves))
@@ -100,7 +104,7 @@ def go_on(folder: Path) -> str:
 def test_the_first_one_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
     """In the middle of a step, the step is finished; a batch that the program waits for is not waited for."""
     first, other = tmp_path / "step", tmp_path / "batch"
-    process = reached(first, "step", step=1.0)
+    process = reached(first, "step", {"step": 1.0})
     end(process, signal.SIGINT)
     run = first / "run"
     assert (process.exitcode, saved(first)) == (130, [1, 3])
@@ -113,7 +117,7 @@ def test_the_first_one_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
     text = go_on(first)
     assert "train: 4 of 6 steps were done" in text
     assert "total 15" in text
-    process = reached(other, "batch", batch=100.0)
+    process = reached(other, "batch", {"batch": 100.0})
     end(process, signal.SIGINT)
     assert (process.exitcode, saved(other)) == (130, [1, 2])
     assert said(other)[0] == "run: Ctrl-C; ending; press it again to stop at once"
@@ -122,7 +126,7 @@ def test_the_first_one_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
 
 
 def test_the_second_one_stops_at_once(tmp_path: Path) -> None:
-    process = reached(tmp_path, "step", step=100.0, closing=100.0)
+    process = reached(tmp_path, "step", {"step": 100.0, "closing": 100.0})
     os.kill(process.pid, signal.SIGINT)
     os.kill(process.pid, signal.SIGINT)  # as by a launcher, which forwards what the terminal has sent to all
     time.sleep(0.6)
@@ -136,7 +140,7 @@ def test_the_second_one_stops_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["before", "step"])
 def test_without_a_checkpoint_the_end_is_clear(place: str, tmp_path: Path) -> None:
     """Before the first step, and in a program that saves nothing."""
-    process = reached(tmp_path, place, saves=place == "before", **{place: 100.0})
+    process = reached(tmp_path, place, {place: 100.0}, saves=place == "before")
     end(process, signal.SIGINT)
     assert process.exitcode == 130
     assert said(tmp_path) == [
@@ -151,14 +155,14 @@ def test_sigterm_before_the_first_step_waits_for_no_checkpoint(
     place: str, least: float, most: float, tmp_path: Path
 ) -> None:
     """What hangs while it closes has 5 s; once a step has begun, a run has all of its time."""
-    process = reached(tmp_path, place, closing=100.0, **{place: 1.0 if place == "step" else 100.0})
+    process = reached(tmp_path, place, {"closing": 100.0, place: 1.0 if place == "step" else 100.0})
     assert least < end(process, signal.SIGTERM) < most
     assert process.exitcode == 143
     assert saved(tmp_path) == ([1, 3] if place == "step" else [])
 
 
 def test_sigterm_after_ctrl_c_sets_a_limit(tmp_path: Path) -> None:
-    process = reached(tmp_path, "before", before=100.0, closing=100.0)
+    process = reached(tmp_path, "before", {"before": 100.0, "closing": 100.0})
     os.kill(process.pid, signal.SIGINT)
     assert end(process, signal.SIGTERM) < 8.0
     assert process.exitcode == 143
