@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MANIFEST",
+    "NOT_FINITE",
     "Buffer",
     "Folder",
     "Saved",
@@ -32,6 +33,7 @@ __all__ = [
     "check_sums",
     "files_of",
     "flush",
+    "free_room",
     "make",
     "on_disk",
     "part",
@@ -42,11 +44,14 @@ __all__ = [
 ]
 
 MANIFEST = "manifest.json"
+NOT_FINITE = "not_finite"
+"""The field of a value's record in the manifest with the names of its tensors that have NaN or infinite numbers."""
 
 type Buffer = bytes | bytearray | memoryview
 type Folder = Path | UPath
 """A folder, or a file, on a disk or in a store of objects. There it has no parts that could be locked or renamed."""
 
+_FEW_INODES = 16  # fewer than a checkpoint may take
 _BLOCK = 1 << 24  # bytes that are asked of a store at once, where a whole file is read
 
 
@@ -90,21 +95,18 @@ def make(folder: Folder) -> None:
 
 
 @contextmanager
-def on_disk(folder: Folder) -> Iterator[Path]:
-    """A folder of files as one on the disk: itself, or a copy for as long as the block lasts.
+def on_disk(folder: Folder, names: Iterable[str]) -> Iterator[Path]:
+    """Copy small files of a folder into one on the disk, which holds nothing else, for as long as the block lasts.
 
     >>> _ = write(at("memory://letters") / "abc", [b"abc"])
-    >>> with on_disk(at("memory://letters")) as here:
+    >>> with on_disk(at("memory://letters"), ["abc"]) as here:
     ...     print((here / "abc").read_text())
     abc
     """
-    if isinstance(folder, Path):
-        yield folder
-        return
-    with TemporaryDirectory() as made:
-        for each in folder.iterdir():
-            (Path(made) / each.name).write_bytes(each.read_bytes())
-        yield Path(made)
+    with TemporaryDirectory() as copies:
+        for name in names:
+            (Path(copies) / name).write_bytes((folder / name).read_bytes())
+        yield Path(copies)
 
 
 def _opened(path: Folder, mode: str) -> IO[bytes]:
@@ -183,6 +185,22 @@ def flush(folder: Folder) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def free_room(path: Path) -> str:
+    """Return how much room there is at a path, in bytes and, where few are left, in inodes.
+
+    >>> import re
+    >>> bool(re.fullmatch(r"[0-9.]+ MB are free in /tmp", free_room(Path("/tmp/there/is/none"))))
+    True
+    """
+    folder = next(above for above in (path.absolute(), *path.absolute().parents) if above.exists())
+    system = os.statvfs(folder)
+    megabytes = f"{system.f_bavail * system.f_frsize / 1e6:.1f} MB"
+    if system.f_files and system.f_favail < _FEW_INODES:  # a file system that counts none reports 0 of them
+        inodes = f"{system.f_favail} inodes are free in {folder}: remove files, each of which takes one"
+        return f"{megabytes}, but only {inodes}"
+    return f"{megabytes} are free in {folder}"
 
 
 def part(rank: int, count: int) -> str:

@@ -12,14 +12,16 @@ __all__ = ["small_disk_at", "transferred"]
 
 
 @contextmanager
-def small_disk_at(disk: Path, *, megabytes: int) -> Iterator[Path]:
-    """A file system of so many MB in a new folder; the test is skipped where none can be mounted."""
+def small_disk_at(disk: Path, *, megabytes: int, inodes: int = 0) -> Iterator[Path]:
+    """A file system of so many MB and inodes (0: many) in a new folder; skips the test where none can be mounted."""
     disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(disk)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m,nr_inodes={inodes}", "tmpfs", str(disk)]
     if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("a file system can be mounted only with the rights to")
-    yield disk
-    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
 def transferred() -> tuple[int, int]:

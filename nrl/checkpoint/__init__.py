@@ -1,6 +1,6 @@
 """Checkpoints: named values in a folder that is either whole or not there."""
 
-from nrl.checkpoint.keeping import Checkpoint, Checkpoints, best, checkpoints, score
+from nrl.checkpoint.keeping import Checkpoint, Checkpoints, best, checkpoints, finite, score
 from nrl.checkpoint.places import ELSEWHERE, place, root, settle
 from nrl.checkpoint.saving import begin_storing, load, newest, save, store, verify
 from nrl.checkpoint.values import check, random_state, seed_generators, set_random_state, trainers
@@ -13,6 +13,7 @@ __all__ = [
     "best",
     "check",
     "checkpoints",
+    "finite",
     "load",
     "newest",
     "place",

@@ -1,15 +1,15 @@
 """Finding the checkpoints of a run, and choosing those to keep."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import attrs
 
 from nrl.checkpoint import places
-from nrl.files import Folder, read_manifest
+from nrl.files import NOT_FINITE, Folder, read_manifest
 
-__all__ = ["Checkpoint", "Checkpoints", "best", "checkpoints", "score"]
+__all__ = ["Checkpoint", "Checkpoints", "best", "checkpoints", "finite", "not_finite", "score"]
 
 
 @attrs.frozen
@@ -48,11 +48,14 @@ class Checkpoint(NamedTuple):
         folder: its name is the number of steps before it.
         step: the step before it, from 0.
         meta: JSON that was written with it.
+        not_finite: names of weights and optimizer states in it that have NaN or infinite numbers, such as
+            ``policy: model.lm_head.weight``. No run resumes from such a checkpoint, and it is never the best.
     """
 
     folder: Folder
     step: int
     meta: Mapping[str, Any]
+    not_finite: tuple[str, ...] = ()
 
 
 def checkpoints(root: str | Folder) -> list[Checkpoint]:
@@ -63,20 +66,42 @@ def checkpoints(root: str | Folder) -> list[Checkpoint]:
     """
     found = []
     for folder in places.listed(places.located(root)):
-        told = read_manifest(folder) or {"step": int(folder.name) - 1, "meta": {}}
-        found.append(Checkpoint(folder, told["step"], told["meta"]))
+        manifest = read_manifest(folder) or {"step": int(folder.name) - 1, "meta": {}}
+        found.append(Checkpoint(folder, manifest["step"], manifest["meta"], not_finite(manifest)))
     return found
+
+
+def not_finite(manifest: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of weights and optimizer states with NaN or infinite numbers, as `Checkpoint` has them.
+
+    >>> not_finite({"values": {"count": None, "policy": {"not_finite": ["model.lm_head.weight"]}}})
+    ('policy: model.lm_head.weight',)
+    """
+    values = manifest.get("values", {}).items()
+    return tuple(f"{value}: {name}" for value, record in values if record for name in record.get(NOT_FINITE, ()))
+
+
+def finite(found: Sequence[Checkpoint]) -> list[Checkpoint]:
+    """Return the checkpoints whose weights and optimizer states are finite, in the same order.
+
+    >>> from pathlib import Path
+    >>> finite([Checkpoint(Path("10"), 9, {}), Checkpoint(Path("20"), 19, {}, ("policy: model.norm.weight",))])
+    [Checkpoint(folder=PosixPath('10'), step=9, meta={}, not_finite=())]
+    """
+    return [checkpoint for checkpoint in found if not checkpoint.not_finite]
 
 
 def best(found: list[Checkpoint], keep: Checkpoints) -> Checkpoint | None:
     """The checkpoint with the best value of the metric that ``keep`` names; of equal ones the first. None: none has it.
+
+    A checkpoint with NaN or infinite weights is never the best.
 
     >>> from pathlib import Path
     >>> found = [Checkpoint(Path(name), 0, {"metrics": {"loss": loss}}) for name, loss in [("10", 0.5), ("20", 0.3)]]
     >>> best(found, Checkpoints(best="loss", mode="min")).folder.name
     '20'
     """
-    scored = [(x, score(x.meta.get("metrics", {}), keep)) for x in found]
+    scored = [(x, score(x.meta.get("metrics", {}), keep)) for x in finite(found)]
     ranked = [(x, value) for x, value in scored if value is not None]
     return max(ranked, key=lambda pair: pair[1])[0] if ranked else None
 

@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nrl.errors import CheckpointError
-from nrl.files import MANIFEST, Folder, at, flush, make, write
+from nrl.files import MANIFEST, Folder, at, flush, free_room, make, write
 
 __all__ = [
+    "DAMAGED",
+    "DIVERGED",
     "ELSEWHERE",
+    "LABELS",
     "Left",
     "abandon",
     "begin",
@@ -33,6 +36,8 @@ __all__ = [
 
 ELSEWHERE = "elsewhere"
 """The file in the folder of a loop that says where its checkpoints are, if they are not there."""
+DAMAGED, DIVERGED = LABELS = ("damaged", "diverged")
+"""What follows the name of a checkpoint that is set aside: its files are not what was written; it is not finite."""
 
 
 def place(root: str | Folder, step: int) -> Folder:
@@ -110,7 +115,11 @@ def _reach(folder: Folder) -> None:
 
 def listed(root: Folder) -> list[Folder]:
     """The folders of complete checkpoints, oldest first."""
-    return [folder for folder in _named(root) if isinstance(folder, Path) or MANIFEST in _held(folder)]
+    return [
+        folder
+        for folder in _named(root)
+        if (folder.is_dir() if isinstance(folder, Path) else MANIFEST in _held(folder))
+    ]
 
 
 def _newest(root: Folder) -> int:
@@ -172,9 +181,7 @@ def abandon(folder: Folder) -> Left:
     temporary = folder.with_name(f".{folder.name}.writing")
     size = sum(path.stat().st_size for path in temporary.rglob("*") if path.is_file())
     shutil.rmtree(temporary, ignore_errors=True)
-    there = next(path for path in folder.absolute().parents if path.exists())
-    room = f"; {shutil.disk_usage(there).free / 1e6:.1f} MB are free in {there}"
-    return Left(f" after {size / 1e6:.1f} MB", room, "Make room")
+    return Left(f" after {size / 1e6:.1f} MB", f"; {free_room(folder.parent)}", "Make room")
 
 
 def remove(folder: Folder) -> None:
@@ -192,14 +199,19 @@ def remove(folder: Folder) -> None:
         shutil.rmtree(gone, ignore_errors=True)
 
 
-def set_aside(folder: Folder) -> str:
-    """Take the name of a checkpoint from what is not whole, and leave its files; what has another name now."""
+def set_aside(folder: Folder, label: str) -> str:
+    """Take the name of a checkpoint from what nothing goes on from, and leave its files; what has another name now.
+
+    Args:
+        folder: of the checkpoint.
+        label: follows the old name: one of `LABELS`.
+    """
     if not isinstance(folder, Path):
-        aside = folder / f"{MANIFEST}.damaged"
+        aside = folder / f"{MANIFEST}.{label}"
         aside.write_bytes((folder / MANIFEST).read_bytes())
         (folder / MANIFEST).unlink()
         return f"its {MANIFEST} is now {aside.name}"
-    renamed = folder.with_name(f"{folder.name}.damaged")
+    renamed = folder.with_name(f"{folder.name}.{label}")
     shutil.rmtree(renamed, ignore_errors=True)
     folder.rename(renamed)
     return f"it is now {renamed.name}"
@@ -209,7 +221,7 @@ def tidy(root: Folder) -> None:
     """Clean up after a killed process: bring a replaced checkpoint back if its replacement is missing."""
     if not isinstance(root, Path):
         for folder in _named(root):
-            if not {MANIFEST, f"{MANIFEST}.damaged"} & _held(folder):
+            if not {MANIFEST, *(f"{MANIFEST}.{label}" for label in LABELS)} & _held(folder):
                 remove(folder)
         return
     for path in root.glob(".[0-9]*"):

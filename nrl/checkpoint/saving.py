@@ -15,7 +15,7 @@ from typing import Any
 
 from nrl.backends.training.trainer import Trainer
 from nrl.checkpoint import places
-from nrl.checkpoint.keeping import Checkpoint, Checkpoints, best, checkpoints
+from nrl.checkpoint.keeping import Checkpoint, Checkpoints, best, checkpoints, finite, not_finite
 from nrl.checkpoint.serialization import decode, encode
 from nrl.checkpoint.values import RANDOM, check, content, loaded, random_state, read, set_random_state, trainers
 from nrl.errors import CheckpointError, NrlError
@@ -104,7 +104,7 @@ def _begun(
                     files |= {f"{name}/{file}": told for file, told in theirs.items()}
             write_manifest(temporary, files, records, step=step, meta=about)
             places.complete(temporary, folder)
-        return Checkpoint(folder, step, about)
+        return Checkpoint(folder, step, about, not_finite({"values": records}))
 
     return complete
 
@@ -134,7 +134,7 @@ def _all_or_nothing(folder: Folder) -> Iterator[None]:
             raise
         before = list[str]()
         with suppress(Exception):
-            before = [x.folder.name for x in checkpoints(folder.parent)]
+            before = [x.folder.name for x in finite(checkpoints(folder.parent))]
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise CheckpointError(
             f"save: the checkpoint {folder} could not be written{left.after} ({why}{left.room}). "
@@ -175,38 +175,54 @@ def verify(folder: str | Folder, readers: Mapping[str, Trainer] = {}) -> None:
 def newest(
     root: str | Folder, say: Callable[[str], None] = print, readers: Mapping[str, Trainer] = {}
 ) -> Checkpoint | None:
-    """Find the newest checkpoint that is intact. Damaged ones are set aside, such as to ``<name>.damaged``.
+    """Find the newest checkpoint to go on from: intact, with finite weights and optimizer states.
 
-    It first removes half-written files of a killed process, so call it only while nobody is writing.
+    Others are set aside: damaged ones to ``<name>.damaged``, those that are not finite to ``<name>.diverged``. It first
+    removes half-written files of a killed process, so call it only while nobody is writing.
 
     Args:
         root: the folder that holds the checkpoints.
-        say: gets a line about each damaged checkpoint.
+        say: gets a line about each checkpoint that is set aside.
         readers: as in `verify`.
 
     Returns:
         The checkpoint. None: there is none.
 
     Raises:
-        CheckpointError: all checkpoints are damaged; they keep their names.
+        CheckpointError: there is none among the checkpoints; they keep their names.
     """
     places.tidy(places.located(root))
-    damaged: list[tuple[Folder, CheckpointError]] = []
+    passed_over: list[tuple[Folder, str, object]] = []
     for found in checkpoints(root)[::-1]:
+        if found.not_finite:
+            passed_over.append((found.folder, places.DIVERGED, _diverged(found)))
+            continue
         try:
             verify(found.folder, readers)
         except CheckpointError as error:
-            damaged.append((found.folder, error))
+            passed_over.append((found.folder, places.DAMAGED, error))
             continue
-        for folder, why in damaged:
-            say(f"checkpoint: {why}; {places.set_aside(folder)}, and {found.folder.name} is used")
+        for folder, label, reason in passed_over:
+            say(f"checkpoint: {reason}; {places.set_aside(folder, label)}, and {found.folder.name} is used")
         return found
+    if not passed_over:
+        return None
+    damaged = [reason for _, label, reason in passed_over if label == places.DAMAGED]
     if damaged:
         raise CheckpointError(
-            f"{root}: none of its {len(damaged)} checkpoints is what was written ({damaged[0][1]}); mend the newest, "
+            f"{root}: none of its {len(passed_over)} checkpoints is what was written ({damaged[0]}); mend the newest, "
             f"or remove {root} to start from the beginning"
         )
-    return None
+    raise CheckpointError(
+        f"{root}: none of its {len(passed_over)} checkpoints is finite ({passed_over[0][2]}); lower the learning rate, "
+        f"and remove {root} to start from the beginning"
+    )
+
+
+def _diverged(found: Checkpoint) -> str:
+    """Return what is wrong with a checkpoint that is not finite."""
+    names = ", ".join(found.not_finite[:2]) + (", ..." if len(found.not_finite) > 2 else "")
+    return f"{found.folder}: weights or optimizer states in it are NaN or infinite ({names})"
 
 
 def load(folder: str | Folder, /, **named: Any) -> list[Any]:
@@ -245,9 +261,16 @@ def load(folder: str | Folder, /, **named: Any) -> list[Any]:
 
 
 def store(
-    root: str | Folder, step: int, values: Mapping[str, Any], keep: Checkpoints, meta: Mapping[str, Any]
+    root: str | Folder,
+    step: int,
+    values: Mapping[str, Any],
+    keep: Checkpoints,
+    meta: Mapping[str, Any],
+    say: Callable[[str], None] = print,
 ) -> Folder:
     """Write the checkpoint after ``step`` under ``root``, then delete those that ``keep`` does not keep.
+
+    Those that are kept are finite, but for the one that was just written.
 
     Args:
         root: the folder that holds the checkpoints, or its URL.
@@ -255,6 +278,7 @@ def store(
         values: as in `save`.
         keep: which ones to keep.
         meta: JSON; ``keep.best`` is looked up under ``"metrics"``.
+        say: gets a line where weights or optimizer states are NaN or infinite.
 
     Returns:
         Its folder.
@@ -266,11 +290,16 @@ def store(
     >>> [found.folder.name for found in checkpoints(root)]
     ['000002', '000004']
     """
-    return _kept(_begun(places.place(root, step), step, values, meta, beside=False)(), keep)
+    return _kept(_begun(places.place(root, step), step, values, meta, beside=False)(), keep, say)
 
 
 def begin_storing(
-    root: str | Folder, step: int, values: Mapping[str, Any], keep: Checkpoints, meta: Mapping[str, Any]
+    root: str | Folder,
+    step: int,
+    values: Mapping[str, Any],
+    keep: Checkpoints,
+    meta: Mapping[str, Any],
+    say: Callable[[str], None] = print,
 ) -> Future[Folder]:
     """As `store`, byte for byte, but return when the values are copied, and write in threads beside the program.
 
@@ -284,15 +313,17 @@ def begin_storing(
     '000010'
     """
     complete = _begun(places.place(root, step), step, values, meta, beside=True)
-    future = _WRITER.submit(lambda: _kept(complete(), keep))
+    future = _WRITER.submit(lambda: _kept(complete(), keep, say))
     for trainer in trainers(values).values():
         trainer.mesh.cluster.hold(future)
     return future
 
 
-def _kept(made: Checkpoint, keep: Checkpoints) -> Folder:
+def _kept(made: Checkpoint, keep: Checkpoints, say: Callable[[str], None]) -> Folder:
+    if made.not_finite:
+        say(f"save: {_diverged(made)}; no run goes on from it")
     found = checkpoints(made.folder.parent)
-    kept = {x.folder for x in found[-keep.keep :]} | {made.folder}
+    kept = {x.folder for x in finite(found)[-keep.keep :]} | {made.folder}
     champion = best(found, keep)
     if champion is not None:
         kept.add(champion.folder)

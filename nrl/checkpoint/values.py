@@ -129,8 +129,8 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    for device, generator in enumerate(state["cuda"][: torch.cuda.device_count()]):  # there may be fewer than before
+        torch.cuda.set_rng_state(generator, device)
 
 
 def seed_generators(seed: int) -> None:

@@ -147,8 +147,9 @@ def exported(model: str) -> str:
         raise ModelError(f"{missing}, and has no checkpoints; let it run to its end")
     champion = checkpoint.best(found, kept(root))
     best = f", the best of them {champion.folder.name}" if champion else ""
+    names = (f"{x.folder.name} (NaN or infinite)" if x.not_finite else x.folder.name for x in found)
     raise ModelError(
-        f"{missing}; its checkpoints are {', '.join(each.folder.name for each in found)}{best}. Let it run to its end, "
+        f"{missing}; its checkpoints are {', '.join(names)}{best}. Let it run to its end, "
         f"by the same command, or export one: nrl export {shlex.quote(str(root))}"
     )
 

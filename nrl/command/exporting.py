@@ -12,7 +12,7 @@ from nrl.backends.models.exporting import export_described
 from nrl.backends.training.storage import weights
 from nrl.command.evaluation import kept
 from nrl.errors import CheckpointError
-from nrl.files import MANIFEST, Folder, at, check_sizes, on_disk, saved_in
+from nrl.files import MANIFEST, NOT_FINITE, Folder, at, check_sizes, on_disk, saved_in
 
 __all__ = ["Export", "main"]
 
@@ -45,6 +45,11 @@ def main(cfg: Export) -> Path:
         there = ", ".join(sorted(each.name for each in found.iterdir() if each.is_dir())) or "no weights"
         raise CheckpointError(f"export: {found} has no weights of the name {cfg.value!r}; it has {there}: give value=")
     files, record = saved
+    if names := record.get(NOT_FINITE):
+        raise CheckpointError(
+            f"export: {folder} has NaN or infinite numbers ({names[0]}), so training had diverged when it was saved; "
+            "give an earlier checkpoint="
+        )
     check_sizes(folder, files)
     about: Any = record.get("model")
     if record["adapter"] or about is None:
@@ -53,7 +58,8 @@ def main(cfg: Export) -> Path:
         raise CheckpointError(f"export: {folder} has {what}; export in the program: {there}")
     dtype = getattr(torch, cfg.dtype or about["dtype"])
     target.mkdir(parents=True, exist_ok=True)
-    with on_disk(folder / DESCRIPTION) as described:
+    names = [name.removeprefix(f"{DESCRIPTION}/") for name in files if name.startswith(f"{DESCRIPTION}/")]
+    with on_disk(folder / DESCRIPTION, names) as described:
         export_described(weights(folder), described, about["head"], dtype, target)
     return target
 
@@ -72,10 +78,11 @@ def _checkpoint(run: Folder, which: str) -> tuple[Folder, Folder]:
     found = checkpoint.checkpoints(run / "checkpoints" / "train")
     if not found:
         raise CheckpointError(f"export: {run} has no checkpoints, which a run has in checkpoints/train")
+    good = checkpoint.finite(found) or found  # where none is finite, the newest is refused by its name
     if which == "newest":
-        return run, found[-1].folder
+        return run, good[-1].folder
     if which == "best":
-        return run, (checkpoint.best(found, kept(run)) or found[-1]).folder
+        return run, (checkpoint.best(good, kept(run)) or good[-1]).folder
     for each in found:
         if each.folder.name.lstrip("0") == which.lstrip("0"):
             return run, each.folder

@@ -218,10 +218,17 @@ def _cut(text: str, start: int, end: int, masked: Sequence[tuple[int, int]]) -> 
 
 def _pattern() -> re.Pattern[str]:
     named = {value for name, value in os.environ.items() if _SECRET_NAME.search(name)}
-    path = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
-    stored = _passwords(path, path.stat().st_mtime_ns) if path.is_file() else frozenset()
-    found = frozenset(value.strip() for value in named | stored if len(value.strip()) >= _SHORTEST)
+    found = frozenset(value.strip() for value in named | _stored() if len(value.strip()) >= _SHORTEST)
     return _compiled(found | _told)
+
+
+def _stored() -> frozenset[str]:
+    """Return the passwords of the netrc file, which may be missing, as the home folder may be, or not readable."""
+    try:
+        path = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
+        return _passwords(path, path.stat().st_mtime_ns)
+    except (OSError, RuntimeError):
+        return frozenset()
 
 
 @functools.lru_cache(maxsize=4)

@@ -13,7 +13,13 @@ from nrl.errors import ConfigError
 __all__ = ["check_same", "read", "replace", "write"]
 
 _WIDEST = 80  # characters of a value in a message
-_MAY_CHANGE = ("out", "steps", "checkpoints", "sinks", "cluster", "optimizer", "critic_optimizer")
+_PLACE = ("cluster", "trainer", "dp", "layout", "samplers", "verifiers", "max_tokens", "checkpointing", "deadline")
+"""Keys that decide where and in what parts a step is computed: its numbers are the same, to rounding."""
+_MAY_CHANGE = frozenset({"out", "steps", "checkpoints", "sinks", "optimizer", *_PLACE})
+_MAY_HOLD = frozenset({"checkpoints", "optimizer", "layout"})
+"""Those of them that may be mappings. Another mapping of these names, such as ``trainer``, has settings of its own."""
+_PREFIXED = ("_optimizer", "_layout")
+"""Endings of a key that make it one of that kind, such as ``critic_optimizer``."""
 
 
 def write(out: Path, text: str) -> None:
@@ -41,7 +47,8 @@ def write(out: Path, text: str) -> None:
             raise ConfigError(
                 f"run: out={out} holds a run with another {', '.join(refused)} ("
                 + "; ".join(refused.values())
-                + f"), so its state and its streams would not fit; give another folder. If you mean it, remove {path}"
+                + "), so it would not be the run whose checkpoints are there; give another folder. If you mean it, "
+                f"remove {path}"
             )
         number = next(i for i in range(1, 10**6) if not path.with_suffix(f".{i}.yaml").exists())
         aside = path.with_suffix(f".{number}.yaml")
@@ -68,13 +75,19 @@ def check_same(text: str, before: str | None, where: object) -> None:
         raise ConfigError(
             f"run.restore: {where} holds checkpoints of a run with another {', '.join(refused)} ("
             + "; ".join(refused.values())
-            + "), so its state and its streams would not fit; give each run a checkpoints.to= of its own"
+            + "), so it would not be the run that they are of; give each run a checkpoints.to= of its own"
         )
 
 
 def _refused(changed: dict[str, str]) -> dict[str, str]:
-    """Those of the changes that a run does not go on with."""
-    return {key: said for key, said in changed.items() if key.partition(".")[0] not in _MAY_CHANGE}
+    """Return the changes that a run does not go on with."""
+    return {key: said for key, said in changed.items() if not _may_change(key)}
+
+
+def _may_change(key: str) -> bool:
+    name, _, below = key.partition(".")
+    name = next((ending.removeprefix("_") for ending in _PREFIXED if name.endswith(ending)), name)
+    return name in (_MAY_HOLD if below else _MAY_CHANGE)
 
 
 def _differences(was: dict[str, Any], new: dict[str, Any], above: str = "") -> dict[str, str]:

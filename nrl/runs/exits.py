@@ -8,6 +8,7 @@
 - 143: SIGTERM, which `nrl.runtime.preemption` catches; `Run.steps` and `Run.save` heed it.
 """
 
+import errno
 import os
 import sys
 import sysconfig
@@ -19,11 +20,13 @@ from pathlib import Path
 from types import TracebackType
 
 from nrl.errors import NrlError
+from nrl.files import free_room
 from nrl.log import redact
 
 __all__ = ["exit_status", "launch"]
 
 _MISTAKE, _INTERRUPTED = 2, 130  # exit statuses; Python's own is 1, for a bug
+_HOMELESS = "Could not determine home directory."  # pathlib's words
 _NOBODYS = (str(Path(__file__).parents[1]), sysconfig.get_path("scripts"), "<")  # where no line of a user's can be
 _LIBRARIES = (str(Path(__file__).parents[1]), *(sysconfig.get_path(each) for each in ("stdlib", "purelib", "platlib")))
 
@@ -116,10 +119,14 @@ def _lines_of(error: BaseException) -> list[str] | None:
         each = [_lines_of(one) for one in error.exceptions]
         lines = [line for some in each for line in some or ()]
         return list(dict.fromkeys(lines)) if all(each) else None
+    if isinstance(error, RuntimeError) and str(error) == _HOMELESS:
+        return [f"user {os.getuid()} has no home folder, and HOME is not set; set HOME to a folder that it can write"]
     of_a_file = isinstance(error, OSError) and error.errno is not None
     if not isinstance(error, NrlError) and (not of_a_file or isinstance(error, ConnectionError | TimeoutError)):
         return None
     notes = [note.splitlines()[0].rstrip(":") for note in getattr(error, "__notes__", ()) if note]  # then, a traceback
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC and isinstance(error.filename, str):
+        notes.append(free_room(Path(error.filename)))
     return [*(str(error).splitlines() or [type(error).__name__]), *(f"  {note}" for note in notes)]
 
 

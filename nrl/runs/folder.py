@@ -155,7 +155,7 @@ def _worth_keeping(out: Path) -> dict[str, int]:
 
 def dead_end(out: Path) -> bool:
     """Whether a program that makes no checkpoints has logged steps here, so that nothing can go on from them."""
-    return any(path.stat().st_size for path in out.glob("*.jsonl")) and not (out / "checkpoints").exists()
+    return any(path.stat().st_size for path in out.glob("[!.]*.jsonl")) and not (out / "checkpoints").exists()
 
 
 @attrs.define(eq=False)

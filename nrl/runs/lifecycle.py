@@ -26,13 +26,14 @@ from nrl.files import Folder
 from nrl.log import Progress, Sink, duration, open_sinks, redacted
 from nrl.reduce import Metrics, finalize, merge
 from nrl.runs import config_file, folder
-from nrl.runs.loops import Given, Loop, LoopFiles, RunningStep, collector_spared
+from nrl.runs.loops import Given, Loop, LoopFiles, RunningStep, collector_spared, how_to_go_on
 from nrl.runs.on_its_way import OnItsWay
 from nrl.runs.reporting import report_at_end
 from nrl.runtime.mesh.futures import Future
 from nrl.runtime.preemption import Preemption, Terminated, heeded
 from nrl.runtime.trace import measured, profiles, timeline
 from nrl.stream import Stream
+from nrl.stream.prefetch import at_end
 
 __all__ = ["Run", "run"]
 
@@ -45,7 +46,7 @@ class Run:
         total: steps of the main loop.
         keep: when to write checkpoints, and which to keep.
         sink: gets the metrics, besides the terminal and the JSONL files.
-        preemption: knows whether SIGTERM has come.
+        preemption: knows whether SIGTERM or Ctrl-C has come.
         stack: closes everything at the end of the run.
         text: the configuration.
     """
@@ -159,12 +160,14 @@ class Run:
                     with timeline.span(f"{shown} {step}", loop=shown):
                         loop.step = RunningStep(asked=time.perf_counter(), published=timeline.spent("publish"))
                         with timeline.span("take"):
-                            batch = self._pull(loop, stream)
+                            batch = self._pull(loop, stream, step)
                         loop.step.pulled = time.perf_counter()
                         yield step, batch
                     folder.mark_begun(self.out)
         finally:
             self._running.remove(loop)
+            if expect := getattr(stream, "expect", None):
+                expect(None)
             if not self._running:
                 self._preemption.going_on = False
         if main:
@@ -243,6 +246,10 @@ class Run:
             ConfigError: no loop over `steps` is running.
         """
         loop = self._innermost("save")
+        with at_end(step + 1 == loop.steps):
+            return self._saved(loop, step, named)
+
+    def _saved(self, loop: Loop, step: int, named: Mapping[str, Any]) -> Folder | None:
         self._check(loop, named)
         loop.step.saved = True
         given = loop.given = Given(step, named, loop.step.numbers)
@@ -265,6 +272,7 @@ class Run:
 
     def _store(self, loop: Loop, given: Given) -> None:
         self._preemption.going_on = True
+        self._files.check_folder("run.save")
         metrics = {key: value for key, value in given.numbers.items() if math.isfinite(value)}
         meta = {"steps": loop.steps, "files": self._files.sizes(loop.name), "metrics": metrics}
         if loop.checkpoints != loop.own:
@@ -294,13 +302,13 @@ class Run:
             self._share("run.save", loop, named)
         loop.checked = True
 
-    # --- SIGTERM: the outermost loop heeds it, while it waits for a batch or at the end of its step
+    # --- SIGTERM and Ctrl-C: the outermost loop heeds them, while it waits for a batch or at the end of its step
 
     def _wanted_back(self, loop: Loop) -> bool:
         return loop is self._running[0] and self._preemption.asked
 
-    def _pull(self, loop: Loop, stream: Stream[Batch]) -> Batch:
-        """Take the next batch. SIGTERM breaks this off if the stream can go back; else the step is finished first.
+    def _pull(self, loop: Loop, stream: Stream[Batch], step: int) -> Batch:
+        """Take the next batch. A signal breaks this off if the stream can go back; else the step is finished first.
 
         The signal may also end the processes that make the batch: their error breaks this off, too.
         """
@@ -308,13 +316,15 @@ class Run:
             return stream.take(1)[0]
         if self._preemption.asked:
             self._end(loop)
+        if expect := getattr(stream, "expect", None):
+            expect(loop.steps - step)
         mark, saves = getattr(stream, "mark", None), loop.names is not None
         random, back = checkpoint.random_state(), mark() if mark else None
         try:
             self._preemption.going_on = saves and back is None
             batch = stream.take(1)[0]
-            self._preemption.going_on = saves
-        except (Terminated, Exception):
+            self._preemption.going_on, self._preemption.begun = saves, True
+        except (Terminated, KeyboardInterrupt, Exception):
             if back is None or not self._preemption.asked:
                 raise
             back()
@@ -325,7 +335,7 @@ class Run:
         return batch
 
     def _end(self, loop: Loop) -> NoReturn:
-        """Save the last step's values, unless they are saved already, and raise `Terminated`."""
+        """Save the last step's values, unless they are saved already, and raise what ends the program."""
         given, preemption = loop.given, self._preemption
         if given is None:
             preemption.say(f"no step of '{loop.name}' has been given to run.save since the last checkpoint")
@@ -374,8 +384,8 @@ def run(cfg: Any) -> Iterator[Run]:
 
     Raises:
         ConfigError: ``out`` is a file; it holds a run without checkpoints, or one of another configuration (``out``,
-            ``steps``, ``checkpoints``, ``sinks``, ``cluster`` and optimizers may change); another process is in it;
-            or ``steps`` is negative.
+            ``steps``, ``checkpoints``, ``sinks``, optimizers, and where a step is computed, such as ``cluster`` and
+            ``layout``, may change: docs/checkpoints.md); another process is in it; or ``steps`` is negative.
 
     >>> import attrs, tempfile
     >>> @attrs.frozen
@@ -400,5 +410,8 @@ def run(cfg: Any) -> Iterator[Run]:
         stack.callback(end_all)
         stack.enter_context(timeline.recording(out))
         stack.enter_context(profiles.profiling(out))
-        yield Run(out, int(getattr(cfg, "steps", 0)), keep, sink, preemption, stack, text)
+        stack.callback(lambda: preemption.write(how_to_go_on(out)) if preemption.asked else None)
+        entered = Run(out, int(getattr(cfg, "steps", 0)), keep, sink, preemption, stack, text)
+        yield entered
+        entered._files.check_folder("run")
     print(f"done in {duration(time.monotonic() - started)}; metrics are in {out}", flush=True)

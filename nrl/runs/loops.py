@@ -1,5 +1,6 @@
 """The loops of a run and their files: one line a step, cut back to the checkpoint on resuming."""
 
+import errno
 import gc
 import math
 import os
@@ -10,10 +11,11 @@ from typing import Any
 
 import attrs
 
-from nrl.files import Folder
+from nrl import checkpoint
+from nrl.files import Folder, free_room
 from nrl.log import JsonLines
 
-__all__ = ["Given", "Loop", "LoopFiles", "RunningStep", "collector_spared"]
+__all__ = ["Given", "Loop", "LoopFiles", "RunningStep", "collector_spared", "how_to_go_on"]
 
 
 @attrs.define(eq=False)
@@ -69,22 +71,39 @@ class LoopFiles:
     def __init__(self, out: Path, stack: ExitStack) -> None:
         self._out, self._stack = out, stack
         self._open: dict[str, JsonLines] = {}
+        self._identity = _identity(out)
+
+    def check_folder(self, caller: str) -> None:
+        """Check that the folder is the one that the run has entered.
+
+        Raises:
+            FileNotFoundError: it was removed, and what the run has written went with it.
+        """
+        if _identity(self._out) != self._identity:
+            raise FileNotFoundError(
+                errno.ENOENT,
+                f"{caller}: out={self._out} was removed or replaced while the run was going, and its files are lost; "
+                "start the same command again to begin anew, and leave the folder until the run has ended",
+            )
 
     def write(self, name: str, record: Mapping[str, Any]) -> None:
         """Write a line.
 
         Raises:
-            OSError: the disk is full.
+            OSError: the disk is full, or the folder is gone.
         """
+        self.check_folder("run.log")
         path = self._path(name)
         try:
             if name not in self._open:
                 self._open[name] = self._stack.enter_context(JsonLines(path))
             self._open[name].write(record)
         except OSError as error:
+            room = f"; {free_room(path)}" if error.errno == errno.ENOSPC else ""
             raise OSError(
                 error.errno,
-                f"run.log: {path} could not be written ({error.strerror}); make room, and start the same command again",
+                f"run.log: {path} could not be written ({error.strerror}{room}); make room, and start the same command "
+                "again",
             ) from error
 
     def left_over(self, name: str) -> bool:
@@ -111,18 +130,40 @@ class LoopFiles:
 
     def _of(self, loop: str) -> list[Path]:
         """The files of a loop and of those within it, which begin with its name."""
-        loops = {loop, *(path.name for path in self._out.glob("checkpoints/*"))} - {"train"}
+        loops = {loop, *(path.name for path in self._out.glob("checkpoints/*/"))} - {"train"}
 
         def owner(path: Path) -> str:
             return next((name for name in loops if path.name.startswith(f"{name}.")), "train")
 
-        return [path for path in sorted(self._out.glob("*.jsonl")) if owner(path) == loop]
+        return [path for path in sorted(self._out.glob("[!.]*.jsonl")) if owner(path) == loop]
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    """Return what tells a folder from another one of its name; None: there is no folder."""
+    try:
+        about = folder.stat()
+    except OSError:
+        return None
+    return about.st_dev, about.st_ino
 
 
 def _synced_size(path: Path) -> int:
     with path.open("rb") as file:
         os.fsync(file.fileno())
         return os.fstat(file.fileno()).st_size
+
+
+def how_to_go_on(out: Path) -> str:
+    """Return how a run that is ended by a signal can be resumed.
+
+    >>> how_to_go_on(Path("runs/qwen"))
+    'runs/qwen has no checkpoint, so the same command begins anew'
+    """
+    newest = {root.name: checkpoint.finite(checkpoint.checkpoints(root))[-1:] for root in out.glob("checkpoints/*/")}
+    steps = [f"step {found.step} of '{name}'" for name, last in sorted(newest.items()) for found in last]
+    if not steps:
+        return f"{out} has no checkpoint, so the same command begins anew"
+    return f"the same command with out={out} goes on after {' and '.join(steps)}"
 
 
 _spared = False  # already, by a loop around this one: counting what is frozen takes 0.1 s

@@ -65,7 +65,7 @@ def report(out: str | Path) -> Path:
     folder = Path(out)
     if not folder.is_dir():
         raise DataError(f"report: out={out} is not a folder; give the folder of a run")
-    files = sorted(folder.glob("*.jsonl"), key=lambda path: (path.stem not in ("metrics", "rollouts"), path.name))
+    files = sorted(folder.glob("[!.]*.jsonl"), key=lambda path: (path.stem not in ("metrics", "rollouts"), path.name))
     config = folder / "config.yaml"
     if not files and not config.is_file():
         raise DataError(f"report: out={out} has neither a config.yaml nor a metrics.jsonl; give the folder of a run")
@@ -107,7 +107,7 @@ def write_page(folder: Path, loops: Sequence[Mapping[str, Any]], newest: float, 
 def report_at_end(out: Path) -> None:
     """Write the report of a run that has logged something. A failure is a warning, so it hides no error of the run."""
     try:
-        if any(path.stat().st_size for path in out.glob("*.jsonl")):
+        if any(path.stat().st_size for path in out.glob("[!.]*.jsonl")):
             report(out)
     except Exception as error:
         warnings.warn(f"run: {out}/report.html could not be written: {type(error).__name__}: {error}", stacklevel=2)

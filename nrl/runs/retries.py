@@ -114,8 +114,8 @@ def _lost(error: BaseException) -> str | None:
 
 def _reached(folders: Iterable[Path]) -> dict[Path, int]:
     """The number of steps before the newest checkpoint of each loop."""
-    roots = [root for out in folders for root in sorted(out.glob("checkpoints/*"))]
-    return {root: made[-1].step + 1 for root in roots if (made := checkpoint.checkpoints(root))}
+    roots = [root for out in folders for root in sorted(out.glob("checkpoints/*/"))]
+    return {root: made[-1].step + 1 for root in roots if (made := checkpoint.finite(checkpoint.checkpoints(root)))}
 
 
 def _hopeless(folders: Folders, failures: int, times: int) -> str:

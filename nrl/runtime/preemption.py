@@ -1,7 +1,8 @@
-"""SIGTERM: saves a run and ends it in the time that the scheduler grants.
+"""SIGTERM and Ctrl-C: save a run and end it, after SIGTERM in the time that the scheduler grants.
 
 A run that waits for a batch stops at once, by an exception, and saves what the last step left. In the middle of a step
-the state has been consumed, so the run goes on to the end of that step. What takes too long is ended.
+the state has been consumed, so the run goes on to the end of that step. After SIGTERM, what takes too long is ended;
+after Ctrl-C, a second one ends it.
 """
 
 import _thread
@@ -17,6 +18,10 @@ from typing import Any, NoReturn
 __all__ = ["Preemption", "Terminated", "ending", "heeded", "patience"]
 
 _WAITS, _RAISES, _EXITS = 0.4, 0.7, 0.95  # of the time: waits end, an exception breaks off, the process exits
+_CLOSING = 5.0  # seconds to leave all blocks where nothing is to be saved: no step has begun
+_HURRYING = 3.0  # seconds to leave all blocks after a second Ctrl-C
+_ECHO = 0.3  # seconds in which a second SIGINT is the first one again: launchers forward what a terminal sends to all
+_LOOK = 0.1  # seconds between two looks at the time
 _asked: "_Asked | None" = None  # the process heeds one signal, and there is no way back
 
 
@@ -33,36 +38,60 @@ def patience() -> float | None:
 
 
 class _Asked:
-    """The first SIGTERM, and the time since then."""
+    """The first signal, and the time since then.
 
-    def __init__(self, grace: float) -> None:
-        self.grace = grace
+    Args:
+        number: SIGTERM, or SIGINT, which sets no limit of time.
+        preemption: of the run.
+    """
+
+    def __init__(self, number: int, preemption: "Preemption") -> None:
+        self.number, self.grace = number, preemption.grace
         self.leaving = False  # the blocks, which no other exception may break off
         self.said = "no checkpoint could be saved"
+        self._preemption = preemption
         self._began = time.monotonic()
 
     def past(self) -> float:
         return time.monotonic() - self._began
 
     def late(self) -> bool:
-        return not self.leaving and self.past() >= _RAISES * self.grace
+        return self.number == signal.SIGTERM and not self.leaving and self.past() >= _RAISES * self.grace
+
+    def error(self) -> BaseException:
+        return Terminated() if self.number == signal.SIGTERM else KeyboardInterrupt()
 
     def watch(self) -> None:
-        """Send the signal again where the run is late, and exit shortly before the time is over."""
-        time.sleep(_RAISES * self.grace)
-        if _asked is self and self.late():
-            os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep((_EXITS - _RAISES) * self.grace)
+        """Send the signal again where the run is late, and exit shortly before the time is over.
+
+        Where no step has begun, nothing is to be saved, and the time is short.
+        """
+        end, sent = _EXITS * self.grace, False
+        while _asked is self:
+            limit = end if self._preemption.begun else min(end, _CLOSING)
+            if self.past() >= limit:
+                self.exit(f"{limit:g} s are over; {self.said}")
+            if self.late() and not sent:
+                sent = True
+                os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(_LOOK)
+
+    def hurry(self) -> None:
+        """Exit soon, whatever the run does."""
+        time.sleep(_HURRYING)
         if _asked is self:
-            os.write(2, f"run: {_EXITS * self.grace:g} s are over; {self.said}\n".encode())
-            for stream in (sys.stdout, sys.stderr):
-                with suppress(Exception):
-                    stream.flush()
-            os._exit(128 + signal.SIGTERM)
+            self.exit(f"stopped after a second Ctrl-C; {self.said}")
+
+    def exit(self, text: str) -> None:
+        os.write(2, f"run: {text}\n".encode())
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        os._exit(128 + self.number)
 
 
 class Preemption:
-    """The answer of a run to SIGTERM; made by `heeded`.
+    """The answer of a run to SIGTERM and Ctrl-C; made by `heeded`.
 
     Args:
         grace: seconds from the signal to the end of the process.
@@ -72,6 +101,8 @@ class Preemption:
         self.grace = grace
         self.going_on = False
         """Whether the running work may finish in time; otherwise an exception breaks it off."""
+        self.begun = False
+        """Whether a step has begun. Before that nothing is to be saved."""
         self._pid = os.getpid()
 
     @property
@@ -83,45 +114,65 @@ class Preemption:
         """Leave all blocks, since nothing is left to do.
 
         Raises:
-            Terminated: always.
+            Terminated: after SIGTERM.
+            KeyboardInterrupt: after Ctrl-C.
         """
-        if _asked is not None:
-            _asked.leaving = True
-        raise Terminated
+        if _asked is None:
+            raise Terminated
+        _asked.leaving = True
+        raise _asked.error()
 
     def say(self, text: str) -> None:
-        """Write a line to the standard error, also where the signal has interrupted a ``print``."""
+        """Write what has become of the checkpoint; it is repeated where the time is over."""
         if _asked is not None:
             _asked.said = text
+        self.write(text)
+
+    def write(self, text: str) -> None:
+        """Write a line to the standard error, also where the signal has interrupted a ``print``."""
         os.write(2, f"run: {text}\n".encode())
 
     def handle(self, number: int, frame: Any) -> None:
-        """The handler of the signal."""
+        """The handler of the signals."""
         global _asked
         if os.getpid() != self._pid:  # a fork does what it would without nrl
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         elif _asked is None:
-            _asked = _Asked(self.grace)
-            _thread.start_new_thread(_asked.watch, ())  # not a Thread, whose start may be what was interrupted
+            _asked = _Asked(number, self)
             how = "going on to the end of this step" if self.going_on else "ending"
-            os.write(2, f"run: SIGTERM; {how}, within {self.grace:g} s (checkpoints.grace)\n".encode())
+            if number == signal.SIGTERM:
+                _thread.start_new_thread(_asked.watch, ())  # not a Thread, whose start may be what was interrupted
+                text = f"SIGTERM; {how}, within {self.grace:g} s (checkpoints.grace)"
+            else:
+                text = f"Ctrl-C; {how}; press it again to stop at once"
+            os.write(2, f"run: {text}\n".encode())
             if not self.going_on:
-                raise Terminated
+                raise _asked.error()
+        elif number == signal.SIGINT:
+            if _asked.past() >= _ECHO:
+                _thread.start_new_thread(_asked.hurry, ())
+                self.end()
+        elif _asked.number == signal.SIGINT:  # from now on there is a limit of time
+            _asked = _Asked(number, self)
+            _thread.start_new_thread(_asked.watch, ())
         elif _asked.late():  # an earlier second signal breaks nothing off, such as a checkpoint
             self.end()
 
 
 @contextmanager
 def ending() -> Iterator[None]:
-    """Turn any error into `Terminated` once SIGTERM has come: the signal may have ended a process that the run needs.
+    """Turn any error into the end of the program once a signal has come, which may have ended a process that it needs.
 
     Raises:
-        Terminated: from that error.
+        Terminated: from that error, after SIGTERM.
+        KeyboardInterrupt: from that error, after Ctrl-C.
     """
     try:
         yield
-    except Terminated:
+    except (Terminated, KeyboardInterrupt):
         if _asked is not None:
             _asked.leaving = True
         raise
@@ -130,35 +181,45 @@ def ending() -> Iterator[None]:
             raise
         _asked.leaving = True
         os.write(2, f"run: {_asked.said}; what ran was ended by {type(error).__name__}: {error}\n".encode())
-        raise Terminated from error
+        raise _asked.error() from error
 
 
 @contextmanager
 def heeded(grace: float) -> Iterator[Preemption]:
-    """Heed SIGTERM, in the main thread and where the program has no handler of its own.
+    """Heed SIGTERM and Ctrl-C, in the main thread and where the program has no handler of its own.
 
-    Once a signal has come, the process heeds it until its end, also after the block.
+    Once SIGTERM has come, the process heeds it until its end, also after the block. Ctrl-C ends with the outermost
+    block.
 
     Args:
         grace: seconds from the signal to the end of the process.
 
     Raises:
-        Terminated: a signal came; also in place of another error: see `ending`.
+        Terminated: SIGTERM came; also in place of another error: see `ending`.
+        KeyboardInterrupt: Ctrl-C came; likewise.
 
     >>> with heeded(30.0) as preemption:
     ...     preemption.asked
     False
     """
-    preemption, before = Preemption(grace), signal.getsignal(signal.SIGTERM)
-    ours = threading.current_thread() is threading.main_thread() and (before is signal.SIG_DFL or _is_ours(before))
-    if ours:
-        signal.signal(signal.SIGTERM, preemption.handle)
+    global _asked
+    preemption, handlers = Preemption(grace), dict[int, Any]()
+    if threading.current_thread() is threading.main_thread():
+        for number, default in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+            before = signal.getsignal(number)
+            if before is default or _is_ours(before):
+                handlers[number] = before
+                signal.signal(number, preemption.handle)
     try:
         with ending():
             yield preemption
     finally:
-        if ours and _asked is None and signal.getsignal(signal.SIGTERM) == preemption.handle:
-            signal.signal(signal.SIGTERM, before)
+        if _asked is not None and _asked.number == signal.SIGINT and not _is_ours(handlers.get(signal.SIGINT)):
+            _asked = None  # a notebook, or a shell, goes on
+        if _asked is None:
+            for handled, before in handlers.items():
+                if signal.getsignal(handled) == preemption.handle:
+                    signal.signal(handled, before)
 
 
 def _is_ours(handler: Any) -> bool:

@@ -40,6 +40,8 @@ class Source[T](NamedTuple):
             ``take`` that was broken off. None: the stream cannot go back.
         sampler: the sampler that makes its items, if one does.
         scheduled: the same stream, whose episodes begin and end by another schedule; of `nrl.rollouts` alone.
+        expect: says how many items will still be taken, so that no others are made early; None: nobody knows. Of
+            `nrl.ahead` alone.
 
     >>> numbers = counting()
     >>> numbers.take(2), numbers.state()
@@ -53,6 +55,7 @@ class Source[T](NamedTuple):
     mark: Callable[[], Callable[[], None]] | None = None
     sampler: Any = None
     scheduled: "Callable[..., Source[T]] | None" = None
+    expect: Callable[[int | None], None] | None = None
 
 
 def whole[T](source: Source[T]) -> Source[T]:

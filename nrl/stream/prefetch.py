@@ -1,9 +1,10 @@
 """`ahead`: produces the items of a stream early, while the program trains."""
 
+import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from itertools import islice
 from typing import Any
@@ -14,11 +15,13 @@ from nrl.runtime.preemption import patience
 from nrl.runtime.threads import Daemons
 from nrl.stream.cursors import Source, Stream
 
-__all__ = ["ahead", "end_early", "too_late"]
+__all__ = ["ahead", "at_end", "end_early", "too_late"]
 
 _LOOK = 1.0  # seconds between two looks whether there is still time to wait
+_SOON = 0.01  # seconds between two looks where there is none, for an item to begin whose turn it is
 
 _ends = 0  # how often this program has ended all its streams
+_AT_END: ContextVar[bool] = ContextVar("at end", default=False)
 _ASKED: ContextVar[int | None] = ContextVar("asked", default=None)  # how often it had, when an item was asked for early
 
 
@@ -26,6 +29,20 @@ def end_early() -> None:
     """Let nothing begin any more that was asked for early until now; what is under way is not touched."""
     global _ends
     _ends += 1
+
+
+@contextmanager
+def at_end(last: bool = True) -> Iterator[None]:
+    """Ask for states without waiting for items that are under way: they are made anew if anybody goes on.
+
+    Args:
+        last: whether to; else the block changes nothing.
+    """
+    token = _AT_END.set(last)
+    try:
+        yield
+    finally:
+        _AT_END.reset(token)
 
 
 def too_late() -> bool:
@@ -40,7 +57,8 @@ def ahead[T](stream: Stream[T], n: int) -> Source[T]:
     weights are published once a pull, the lag of pull ``k`` is exactly ``min(k, n)`` on the local cluster. With ``n=0``
     nothing is early, and the loop is synchronous. If other processes make the items, such as a sampler on a Ray mesh, a
     pull waits for its own item alone: the others are produced, one after the other, while the program trains. The lag
-    is at most ``n`` then, too; asking for the state waits for pending items.
+    is at most ``n`` then, too; asking for the state waits for pending items. Near the end of a loop over `Run.steps`
+    such processes make none early that the loop will not take.
 
     A sampler on a Ray mesh that shares GPUs with the trainer cannot work while that trains: `nrl.publish` refuses it.
 
@@ -64,6 +82,7 @@ def ahead[T](stream: Stream[T], n: int) -> Source[T]:
     mark_source = getattr(stream, "mark", None)
     made: deque[tuple[futures.Future[T], list[dict[str, Any]]]] = deque()  # items; if remote, with the state before
     handed = 0  # how many of these the last pull handed out
+    expected: float = math.inf  # how many will still be taken
     beside = Daemons(1, "ahead") if n and getattr(stream, "remote", False) else None
 
     def one() -> T:
@@ -107,12 +126,17 @@ def ahead[T](stream: Stream[T], n: int) -> Source[T]:
         nonlocal handed
         forget_handed()
         taken = []
+        early = n if beside is None else min(n, max(0, expected - count))  # here their lag is exact, also of those left
         for place in range(count):
-            while len(made) <= place + n:
+            while len(made) <= place + early:
                 produce()
             taken.append(made[place][0].result())
         handed = count  # in one step: an interrupt may come at any moment
         return taken
+
+    def expect(count: int | None) -> None:
+        nonlocal expected
+        expected = math.inf if count is None else count
 
     def mark() -> Callable[[], None]:
         forget_handed()
@@ -129,10 +153,12 @@ def ahead[T](stream: Stream[T], n: int) -> Source[T]:
             beside.submit(work, _ends)
         for future, before in islice(list(made), handed, None):  # before the source is asked where it is
             while not future.done():
-                left = patience()  # which may begin to count meanwhile
-                futures.wait([future], timeout=_LOOK if left is None else left)
+                left = 0.0 if _AT_END.get() else patience()  # which may begin to count meanwhile
+                futures.wait([future], timeout=_LOOK if left is None else max(left, _SOON))
                 if left is not None and not future.done() and before:
                     return {"source": before[0], "pending": pending}  # the item under way is made anew
+            if _AT_END.get() and before and future.exception() is not None:  # nobody has asked for the item yet
+                return {"source": before[0], "pending": pending}
             pending.append(future.result())
         return {"source": stream.state(), "pending": pending}
 
@@ -145,5 +171,11 @@ def ahead[T](stream: Stream[T], n: int) -> Source[T]:
         made, handed = deque((done(each), []) for each in state["pending"]), 0
 
     return Source(
-        take, state, restore, getattr(stream, "remote", False), mark if mark_source or beside else None, sampler
+        take,
+        state,
+        restore,
+        getattr(stream, "remote", False),
+        mark if mark_source or beside else None,
+        sampler,
+        expect=expect,
     )

@@ -30,7 +30,7 @@ from nrl import checkpoint, tiny
 from nrl.algos import sft_loss
 from nrl.backends import TrainState, adamw, fsdp, hf
 from nrl.batch import Batch
-from nrl.checkpoint import Checkpoints, check, checkpoints, load, newest, save, store, verify
+from nrl.checkpoint import Checkpoint, Checkpoints, check, checkpoints, load, newest, save, store, verify
 from nrl.errors import CheckpointError, ConsumedState, ModelError
 from nrl.files import write_manifest
 from nrl.runtime import Slots
@@ -411,7 +411,7 @@ def test_a_manifest_that_is_none(text: str, tmp_path: Path) -> None:
     (made.folder / "manifest.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(CheckpointError, match=r"000010: its manifest.json is missing or was altered"):
         verify(made.folder)
-    assert checkpoints(tmp_path) == [(made.folder, 9, {})]
+    assert checkpoints(tmp_path) == [Checkpoint(made.folder, 9, {})]
 
 
 def test_all_damaged_is_an_error_the_second_time_too(tmp_path: Path) -> None:

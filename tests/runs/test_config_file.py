@@ -6,10 +6,12 @@ import pytest
 
 import nrl
 import nrl.config
+from examples import grpo
 from nrl.errors import ConfigError
 from nrl.runs import config_file, run
 from nrl.runs.reporting import report
-from tests.runs.programs import Config, Resumable, walk
+from tests.jsonlines import lines
+from tests.runs.programs import Config, Optimizer, Resumable, walk
 
 
 def test_another_configuration_is_refused(tmp_path: Path) -> None:
@@ -17,7 +19,7 @@ def test_another_configuration_is_refused(tmp_path: Path) -> None:
     walk(cfg)
     before = (tmp_path / "config.yaml").read_text()
     with pytest.raises(
-        ConfigError, match=r"holds a run with another lr \(lr: .* -> 0.25\), so its state and its streams"
+        ConfigError, match=r"holds a run with another lr \(lr: .* -> 0.25\), so it would not be the run whose"
     ):
         walk(attrs.evolve(cfg, lr=0.25))
     assert (tmp_path / "config.yaml").read_text() == before
@@ -47,6 +49,91 @@ def test_another_configuration_is_told_by_what_differs(tmp_path: Path, capsys: p
 @attrs.frozen
 class Engine:
     engine: dict[str, Any]
+
+
+@attrs.frozen
+class Placed:
+    """The keys of examples that say where and in what parts a step is computed, and others."""
+
+    cluster: str = "local"
+    trainer: str | dict[str, Any] = "fsdp"
+    dp: int = 1
+    layout: nrl.Layout = nrl.Layout()
+    critic_layout: nrl.Layout = nrl.Layout()
+    samplers: int = 1
+    verifiers: int = 0
+    max_tokens: int = 16_384
+    checkpointing: bool | str = False
+    deadline: float = 3600.0
+    optimizer: Optimizer = Optimizer()
+    warmup_optimizer: Optimizer = Optimizer()
+    sampler: str = "hf"
+    dtype: str = "float32"
+    prompts: int = 8
+    seed: int = 0
+    max_length: int = 64
+
+
+MOVED: list[dict[str, Any]] = [
+    {"cluster": "ray"},
+    {"trainer": "megatron"},
+    {"dp": 2, "layout": nrl.Layout(2)},
+    {"layout": nrl.Layout(tp=2, pp=2)},
+    {"critic_layout": nrl.Layout(4, shard=2)},
+    {"samplers": 3},
+    {"verifiers": 1},
+    {"max_tokens": 4096},
+    {"checkpointing": "selective"},
+    {"deadline": 60.0},
+    {"optimizer": Optimizer(0.1)},
+    {"warmup_optimizer": Optimizer(0.1)},
+]
+COMPUTED: list[dict[str, Any]] = [
+    {"sampler": "vllm"},
+    {"dtype": "bfloat16"},
+    {"prompts": 9},
+    {"seed": 1},
+    {"max_length": 65},
+    {"trainer": {"lr": 0.2}},
+]
+
+
+def test_where_a_step_is_computed_may_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    for number, changes in enumerate(MOVED, 1):
+        old, new = nrl.config.dump(Placed()), nrl.config.dump(attrs.evolve(Placed(), **changes))
+        config_file.replace(tmp_path / "config.yaml", old)
+        config_file.write(tmp_path, new)
+        config_file.check_same(new, old, "s3://bucket")
+        assert (tmp_path / "config.yaml").read_text() == new
+        assert (tmp_path / f"config.{number}.yaml").read_text() == old
+        assert f"run: going on with another configuration: {next(iter(changes))}" in capsys.readouterr().out
+    for changes in COMPUTED:
+        before = Placed(trainer={"lr": 0.1})
+        old, new = nrl.config.dump(before), nrl.config.dump(attrs.evolve(before, **changes))
+        config_file.replace(tmp_path / "config.yaml", old)
+        with pytest.raises(ConfigError, match=rf"holds a run with another {next(iter(changes))}"):
+            config_file.write(tmp_path, new)
+        with pytest.raises(ConfigError, match=rf"checkpoints of a run with another {next(iter(changes))}"):
+            config_file.check_same(new, old, "s3://bucket")
+
+
+def test_a_run_goes_on_in_another_layout(tmp_path: Path) -> None:
+    """The example, by its options: as with one shard, to rounding."""
+    shared = ["steps=4", "checkpoints.every=2", "prompts=4", "group_size=4", "warmup=2", "eval_data=null"]
+
+    def losses(out: Path) -> list[float]:
+        return [record["loss"] for record in lines(out / "metrics.jsonl")]
+
+    def go(*options: str) -> None:
+        grpo.main(nrl.config.load(grpo.Config, [*shared, *options]))
+
+    go(f"out={tmp_path / 'whole'}")
+    go(f"out={tmp_path / 'moved'}", "steps=2")
+    go(f"out={tmp_path / 'moved'}", "dp=2", "max_tokens=64")
+    assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "whole"), abs=1e-5)
+    assert losses(tmp_path / "moved")[:2] == losses(tmp_path / "whole")[:2]
+    assert (tmp_path / "moved" / "config.1.yaml").exists()
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"- 1\n", b"note: ***\n", b"lr: [0.1", b"\xff\xfe\x00", b"a: b: c"])

@@ -136,12 +136,14 @@ def test_what_it_says(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None
     assert capfd.readouterr().err.splitlines() == [
         "run: SIGTERM; ending, within 600 s (checkpoints.grace)",
         f"run: step 1 of 'train' is saved in {tmp_path}/a/checkpoints/train/000002",
+        f"run: the same command with out={tmp_path}/a goes on after step 1 of 'train'",
     ]
     with terminated():
         program(tmp_path / "b", items(), within=lambda step: terminate() if step == 3 else None)
     assert capfd.readouterr().err.splitlines() == [
         "run: SIGTERM; going on to the end of this step, within 600 s (checkpoints.grace)",
         f"run: step 3 of 'train' is saved in {tmp_path}/b/checkpoints/train/000004",
+        f"run: the same command with out={tmp_path}/b goes on after step 3 of 'train'",
     ]
     with terminated():
         program(tmp_path / "b", items({4: terminate}))
@@ -257,6 +259,67 @@ def test_patience_has_an_end_until_the_process_ends() -> None:
     assert 235 < found[1] <= found[0] <= 240
 
 
+# --- Ctrl-C
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.fixture
+def _interruptible() -> Iterator[None]:
+    """A job in the background ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
+@pytest.mark.parametrize("make", STREAMS.values(), ids=STREAMS.keys())
+@pytest.mark.parametrize("place", ["batch", "step"])
+def test_ctrl_c_saves_like_sigterm_and_the_process_lives_on(
+    place: str, make: Callable[[Source[Any]], Source[Any]], tmp_path: Path
+) -> None:
+    expected = program(tmp_path / "whole", make(items()))
+    out = tmp_path / "broken"
+    stream = make(items({3: interrupt} if place == "batch" else {}))
+    with pytest.raises(KeyboardInterrupt):
+        program(out, stream, within=lambda step: interrupt() if (place, step) == ("step", 1) else None)
+    done = lines(out)
+    assert [found.step + 1 for found in checkpoints(out / "checkpoints/train")][-1:] == ([done] if done else [])
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert program(out, make(items())) == expected
+    assert lines(out) == 6
+
+
+@pytest.mark.usefixtures("_interruptible")
+def test_a_second_ctrl_c_breaks_off_a_step(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def within(step: int) -> None:
+        if step == 1:
+            interrupt()
+            time.sleep(0.5)  # a signal that comes sooner is the first one, forwarded
+            interrupt()
+            pytest.fail("it went on")
+
+    with pytest.raises(KeyboardInterrupt):
+        program(tmp_path, items(), within=within)
+    assert not (tmp_path / "checkpoints").exists() or checkpoints(tmp_path / "checkpoints/train") == []
+    assert capfd.readouterr().err.splitlines() == [
+        "run: Ctrl-C; going on to the end of this step; press it again to stop at once",
+        f"run: {tmp_path} has no checkpoint, so the same command begins anew",
+    ]
+
+
+@pytest.mark.usefixtures("_interruptible")
+def test_a_handler_of_the_program_for_ctrl_c_stays() -> None:
+    def own(number: int, frame: Any) -> None:
+        pass
+
+    signal.signal(signal.SIGINT, own)
+    with heeded(30.0):
+        assert signal.getsignal(signal.SIGINT) is own
+
+
 # --- the same signal ends other processes too
 
 
@@ -280,6 +343,7 @@ def test_what_is_lost_in_a_step_after_it_is_no_reason_to_begin_again(
     assert "retrying" not in said.out
     assert said.err.splitlines() == [
         "run: SIGTERM; going on to the end of this step, within 600 s (checkpoints.grace)",
+        f"run: {tmp_path} has no checkpoint, so the same command begins anew",
         f"run: no checkpoint could be saved; what ran was ended by LostActor: {lost()}",
     ]
 

@@ -352,12 +352,11 @@ class TorchEngine:
 
         spoken = partial(sharding.spoken, self._peers)
         pieces = partial(stored.pieces, module, optimizer, spoken, lora.trained if adapter else None)
-        files = storage.to_save(pieces, self._peers)
         base = lora.signature(module, sharding.whole) if adapter else None
         record: dict[str, Any] = {"step": step, "lora": bool(lora.layers(module)), "base": base}
         if optimizer is not None:
             record |= storage.written_by(optimizing.kind(self.optimizer, optimizer))
-        return ToSave(files, record)
+        return storage.to_save(pieces, self._peers, record)
 
     def _read(
         self,

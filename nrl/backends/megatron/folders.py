@@ -86,10 +86,10 @@ def to_save(
         at: the groups.
     """
     stages, alone = params_of(params), isinstance(params, Adapter)
-    files = storage.to_save(partial(pieces, wanted=lora.trained if alone else _every), at.peers)
     model = stages[0].model
     base = adapters.signature(stages, skeleton(model), at) if alone else None
-    return ToSave(files, {"step": step, "lora": model.lora is not None, "base": base})
+    record = {"step": step, "lora": model.lora is not None, "base": base}
+    return storage.to_save(partial(pieces, wanted=lora.trained if alone else _every), at.peers, record)
 
 
 def restore(

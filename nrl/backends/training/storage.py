@@ -24,9 +24,10 @@ from nrl.backends.base import Piece
 from nrl.backends.models import safetensors
 from nrl.backends.models.named_weights import SAME, a_few, check_weight
 from nrl.backends.models.pieces import Joining, apart, fill
+from nrl.backends.to_save import ToSave
 from nrl.backends.training.agreement import HeldError, Peers
 from nrl.errors import CheckpointError, ModelError
-from nrl.files import Buffer, Folder, check_parts, part
+from nrl.files import NOT_FINITE, Buffer, Folder, check_parts, part, saved_in
 
 __all__ = ["KEYS", "MODEL", "MOMENTS", "NUMBER", "check_optimizer", "read", "to_save", "weights", "written_by"]
 
@@ -40,18 +41,33 @@ _SHARDS = "DCP_SHARDING_INFO"
 """The field with DCP's offsets in the header of a file; nrl adds the whole shapes, and names where they differ."""
 
 
-def to_save(pieces: Callable[[], Iterable[Piece]], peers: Peers) -> dict[str, list[Buffer | Tensor]]:
-    """The file of this process, by its name, of which all processes together have each number once; a collective.
+def to_save(pieces: Callable[[], Iterable[Piece]], peers: Peers, record: Mapping[str, Any]) -> ToSave:
+    """Return the file of this process, of which all processes together have each number once; a collective.
 
     Args:
         pieces: gives those of this process; all processes call it together.
         peers: the processes.
+        record: JSON for the manifest, to which `NOT_FINITE` is added.
     """
     held, spoken = HeldError(peers), list[Piece]()
     with held.back():
         spoken = [piece for piece in pieces() if piece.tensor.numel()]
     held.meet("save")
-    return {part(peers.rank, peers.count): _safetensors(spoken)}
+    return ToSave({part(peers.rank, peers.count): _safetensors(spoken)}, {**record, NOT_FINITE: _not_finite(spoken)})
+
+
+def _not_finite(pieces: Iterable[Piece]) -> list[str]:
+    """Return the names of the pieces that have NaN or infinite numbers."""
+    flags: dict[torch.device, dict[str, Tensor]] = {}
+    for name, tensor in ((piece.name, piece.tensor.detach()) for piece in pieces if piece.tensor.is_floating_point()):
+        # The extremes are infinite or NaN where any number is, and they take no memory, unlike tensor.isfinite()
+        finite = torch.stack(torch.aminmax(tensor)).isfinite().all()
+        held = flags.setdefault(tensor.device, {})
+        held[name] = finite & held[name] if name in held else finite
+    found = []
+    for held in flags.values():  # a device is waited for once
+        found += [name for name, finite in zip(held, torch.stack([*held.values()]).tolist(), strict=True) if not finite]
+    return found
 
 
 def read(
@@ -155,7 +171,8 @@ def _pieces(folder: Folder, files: ExitStack) -> dict[str, list[Piece]]:
     from safetensors import SafetensorError
 
     found: dict[str, list[Piece]] = {}
-    paths: list[Folder] = [*folder.glob("*.safetensors")]
+    saved = saved_in(folder)  # a file that its manifest does not list is none of the checkpoint's
+    paths: list[Folder] = [path for path in folder.glob("*.safetensors") if saved is None or path.name in saved.files]
     paths.sort(key=lambda path: path.name)
     try:
         check_parts(folder, [path.name for path in paths])

@@ -41,6 +41,7 @@ from nrl.batch.handles import stand_ins, without_handles
 from nrl.errors import CheckpointError
 from nrl.files import (
     MANIFEST,
+    NOT_FINITE,
     Folder,
     Saved,
     Written,
@@ -370,13 +371,15 @@ class Trainer:
 
     def _written(self, each: Sequence[Saved], folder: Folder, record: Mapping[str, Any]) -> Saved:
         files = shared_folders.arrived(self.name, folder, [saved.files for saved in each])
-        for path in folder.glob("*.safetensors"):
+        for path in folder.glob("[0-9]*-of-[0-9]*.safetensors"):
             if path.name not in files:  # another number of processes has left it
                 path.unlink()
         if self._description:
             files = {**files, **self._describe(folder / DESCRIPTION)}
         flush(folder)
-        return Saved(files, {**record, "engine": each[0].record})
+        not_finite = sorted({name for saved in each for name in saved.record.get(NOT_FINITE, ())})
+        engine = {key: value for key, value in each[0].record.items() if key != NOT_FINITE}
+        return Saved(files, {**record, NOT_FINITE: not_finite[:8], "engine": engine})
 
     @cached_property
     def _description(self) -> dict[str, bytes]:

@@ -132,15 +132,15 @@ def settings() -> dict[str, str]:
     """This process's variables that tell uv where to get packages; pip's index where uv has none of its own."""
     names = ("UV_DEFAULT_INDEX", "UV_EXTRA_INDEX_URL", "UV_FIND_LINKS", "UV_NATIVE_TLS", "UV_SYSTEM_CERTS")
     found = {k: v for k, v in os.environ.items() if v and (k in names or k.startswith("UV_INDEX"))}
-    config = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
+    config = Path(os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config"))  # noqa: PTH111 - ~ may be nowhere
     files = [config / "uv" / "uv.toml", Path("/etc/uv/uv.toml"), os.environ.get("UV_CONFIG_FILE")]
-    if found or any(file and Path(file).exists() for file in files):
+    if found or any(file and os.path.exists(file) for file in files):  # noqa: PTH110 - a Path raises where it may not look
         return found
     if url := os.environ.get("PIP_INDEX_URL"):
         return {"UV_DEFAULT_INDEX": url}
     for path in (os.environ.get("PIP_CONFIG_FILE"), config / "pip" / "pip.conf", "~/.pip/pip.conf", "/etc/pip.conf"):
         parser = configparser.RawConfigParser()
-        with contextlib.suppress(OSError, configparser.Error):
+        with contextlib.suppress(OSError, RuntimeError, configparser.Error):
             if path and parser.read(Path(path).expanduser()) and parser.has_option("global", "index-url"):
                 return {"UV_DEFAULT_INDEX": parser.get("global", "index-url")}
     return {}
