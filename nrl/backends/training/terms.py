@@ -4,6 +4,7 @@ The weight of each term of a loss is a function of the batch alone, so the drive
 outputs of zeros, before the first forward. The engine divides each micro-batch's total by it: sums all the way.
 """
 
+import contextlib
 import math
 import re
 from collections.abc import Collection, Mapping
@@ -15,6 +16,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nrl.algos import Loss, name_of, needed, output_shape
+from nrl.backends.training.shape_tensors import ShapeTensor
 from nrl.batch import Batch, microbatches, unchanged
 from nrl.batch.columns import COLUMNS
 from nrl.errors import MissingColumn, MissingOutput, WeightError
@@ -93,8 +95,9 @@ def global_weights(
     """The weight of each term of ``loss`` over a whole batch, from calls on outputs that are all ``fill``.
 
     Weights add up over rows, so the loss is called on parts of the batch, with rows of like length. Where weights are
-    not whole numbers, their sum could depend on the order, and the loss is called once, on the whole batch, unless it
-    reads outputs that are too large for that.
+    not whole numbers, their sum could depend on the order, and the loss is called once, on the whole batch. A loss that
+    reads logits or hidden states gets outputs without numbers (`ShapeTensor`); if it cannot compute its weight with
+    these, it gets numbers for a few rows at a time.
 
     Args:
         loss: any.
@@ -113,27 +116,29 @@ def global_weights(
     >>> global_weights(sft_loss, batch)
     {'loss': 2.0}
     """
-    outputs = {*always, *needed(loss)}
-    large = [widths[output] for output in outputs if output in widths]
+    needs = {*always, *needed(loss)}
+    large = [widths[output] for output in needs if output in widths]
+    if large:
+        with contextlib.suppress(Exception):  # a loss that looks at the numbers of its outputs gets some below
+            return _weights(loss, batch, {key: ShapeTensor(output_shape(key, batch, widths)) for key in needs})
     most = _NUMBERS // max(large) if large else _PLACES
     if batch["input_ids"].numel() > most:
         widest = batch["input_ids"][0].numel()
         parts = microbatches(batch, max_tokens=max(widest, most))
-        found = [_weights(loss, part, fill, outputs, widths) for part in parts]
+        found = [_weights(loss, part, _filled(part, fill, needs, widths)) for part in parts]
         sums = {key: sum(weights.get(key, math.nan) for weights in found) for key in found[0]}
         exact = all(x.is_integer() and abs(x) < _EXACT for weights in (*found, sums) for x in weights.values())
         if large or exact:
             return sums
-    return _weights(loss, batch, fill, outputs, widths)
+    return _weights(loss, batch, _filled(batch, fill, needs, widths))
 
 
-def _weights(
-    loss: Loss, batch: Batch, fill: float, needs: Collection[str], widths: Mapping[str, int]
-) -> dict[str, float]:
-    # Large outputs of equal numbers take no memory before the loss computes with them
-    one = torch.tensor(fill, device=batch["input_ids"].device)
-    zeros = {key: one.expand(output_shape(key, batch, widths)) for key in needs}
-    outputs = {key: zero if key in widths else zero.clone() for key, zero in zeros.items()}
+def _filled(batch: Batch, fill: float, needs: Collection[str], widths: Mapping[str, int]) -> dict[str, Tensor]:
+    device = batch["input_ids"].device
+    return {key: torch.full(output_shape(key, batch, widths), fill, device=device) for key in needs}
+
+
+def _weights(loss: Loss, batch: Batch, outputs: Mapping[str, Tensor]) -> dict[str, float]:
     with torch.no_grad():
         return {key: float(term.weight) for key, term in called(loss, batch, outputs).items()}
 
