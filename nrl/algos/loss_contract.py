@@ -55,7 +55,7 @@ class Loss(Protocol):
     """
 
     def __call__(self, out: TensorDict, batch: Batch, /) -> tuple[Mean | dict[str, Mean], Metrics]:
-        """Evaluate the loss on outputs, ``[*B, T]`` or a number a row, and the rows that they belong to."""
+        """Evaluate the loss on outputs, ``[*B, T, ...]`` or a number a row, and the rows that they belong to."""
         ...
 
 

@@ -51,8 +51,8 @@ class TrainEngine[S, M](Protocol):
     def provides(self) -> frozenset[str]:
         """The kinds of outputs that it computes (`nrl.algos.output_kind`), such as ``logprobs``.
 
-        An engine that provides ``logits`` or ``hidden_states`` has ``widths``, too: the last dimension of each, by its
-        name, in every process.
+        An engine that provides ``logits``, ``from_logits`` or ``hidden_states`` has ``widths``, too: the size of the
+        vocabulary by ``"logits"``, and of hidden states by ``"hidden_states"``.
         """
         ...
 

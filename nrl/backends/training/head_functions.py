@@ -27,7 +27,7 @@ from nrl.backends.training.head_chunks import (
 )
 from nrl.backends.training.vocabulary import VocabularyShard
 
-__all__ = ["linear_logits", "map_logits"]
+__all__ = ["call_on", "linear_logits", "map_logits"]
 
 
 def linear_logits(
@@ -145,7 +145,7 @@ class _MapLogits(torch.autograd.Function):
                 found[rows] = chunk
                 continue
             with guard():
-                found[rows] = _called(output, chunk, [column[rows] for column in columns])
+                found[rows] = call_on(output, chunk, [column[rows] for column in columns])
         ctx.save_for_backward(hidden, weight, bias, temperature, *columns)
         ctx.output, ctx.size, ctx.shard, ctx.guard = output, size, shard, guard
         return found
@@ -179,15 +179,24 @@ def _slope(output: LogitsOutput, logits: Tensor, columns: Sequence[Tensor], grad
     """The gradient of the logits of a chunk, from that of what the function returned."""
     leaf = logits.detach().requires_grad_()
     with torch.enable_grad():
-        found = _called(output, leaf, columns)
+        found = call_on(output, leaf, columns)
     if not found.requires_grad:
         return torch.zeros_like(logits)
     (slope,) = torch.autograd.grad(found, leaf, grad.to(found.dtype), allow_unused=True, materialize_grads=True)
     return slope
 
 
-def _called(output: LogitsOutput, logits: Tensor, columns: Sequence[Tensor]) -> Tensor:
-    """What the function returns for some tokens, if it is of the right shape and the logits are what they were."""
+def call_on(output: LogitsOutput, logits: Tensor, columns: Sequence[Tensor]) -> Tensor:
+    """Call the function of an output on the logits of some tokens, and check what it returns.
+
+    Args:
+        output: the function, and how many numbers it returns for a token.
+        logits: ``[n, V]``.
+        columns: ``[n, ...]`` each.
+
+    Raises:
+        TypeError: the function returned something else than ``[n]`` or ``[n, k]``, or changed its logits.
+    """
     expected = (len(logits),) if output.k is None else (len(logits), output.k)
     version = logits._version
     found: Any = output.fn(logits, *columns)

@@ -10,7 +10,9 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from nrl.algos import Loss, name_of, needed, output_kind, output_shape
+from nrl.algos import LogitsOutput, Loss, name_of, needed, output_kind, output_shape
+from nrl.backends.training.head_functions import call_on
+from nrl.backends.training.plans import columns_at, predicted
 from nrl.backends.training.terms import called, check_terms, check_weights, global_weights
 from nrl.batch import Batch, Parts, lengths, microbatches, pad, shard
 from nrl.errors import WeightError
@@ -54,12 +56,14 @@ def check_law(
         weights: from `global_weights`.
         always: outputs that every loss gets, in addition to those that it asks for.
         widths: as `nrl.algos.output_shape` takes them. Where the loss reads such outputs, a few short rows are checked.
+            Functions of logits are checked if V is among them.
 
     Returns:
         Whether the batch was enough to check that.
 
     Raises:
-        WeightError: the loss breaks the law.
+        WeightError: the loss, or a function of logits that it needs, breaks the law.
+        TypeError: a function of logits returned something of another shape than it declared.
 
     >>> from nrl.algos import sft_loss
     >>> mask = torch.tensor([[False, True, True]] * 2)
@@ -68,6 +72,7 @@ def check_law(
     True
     """
     name, outputs = name_of(loss), {*always, *needed(loss)}
+    _check_functions(name, outputs, batch, widths)
     if large := [widths[output] for output in outputs if output in widths]:
         some = _some(batch)
         tokens = max(some["input_ids"][:1].numel(), _NUMBERS // max(large))
@@ -88,6 +93,28 @@ def check_law(
     check_weights(name, {key: sum(half[key] for half in halves) for key in weights}, weights)
     some = _some(batch)
     return len(some) > 1 and all(_adds_up(loss, some, weights, outputs, seed, widths) for seed in range(_DRAWS))
+
+
+def _check_functions(name: str, outputs: Collection[str], batch: Batch, widths: Mapping[str, int]) -> None:
+    """Check on random logits that each function of logits treats a token the same alone and among others."""
+    functions = [output for output in sorted(outputs) if isinstance(output, LogitsOutput)]
+    if not functions or "logits" not in widths:
+        return
+    tokens = torch.nonzero(predicted(batch).flatten())[:4, 0]
+    logits = 3 * torch.randn(len(tokens), widths["logits"], generator=torch.Generator().manual_seed(0))
+    columns = columns_at(batch, functions, tokens)
+    for output in functions:
+        given = [columns[column] for column in output.columns]
+        with torch.no_grad():
+            together = call_on(output, logits, given).double()
+            alone = [call_on(output, logits[n : n + 1], [x[n : n + 1] for x in given]) for n in range(len(tokens))]
+        for n, one in enumerate(alone):
+            if not torch.allclose(one[0].double(), together[n], rtol=_CLOSE, atol=_CLOSE, equal_nan=True):
+                raise WeightError(
+                    f"{name}: {output} is {one[0].tolist()} for a token alone, but {together[n].tolist()} among "
+                    f"{len(tokens)} tokens. A function of logits treats each token alone, as its tokens are those of a "
+                    "chunk; let the loss compute statistics over the tokens of a row"
+                )
 
 
 def _some(batch: Batch) -> Batch:

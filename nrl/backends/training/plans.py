@@ -25,6 +25,7 @@ __all__ = [
     "Outputs",
     "Plan",
     "check_room",
+    "columns_at",
     "last",
     "left_out_of",
     "plan",
@@ -203,7 +204,7 @@ def plan(
         rows=laid.rows,
         places=laid.places,
         targets=targets,
-        columns=_read_by_functions(batch, needs, source),
+        columns=columns_at(batch, needs, source),
         temperature=temperature,
         source=source // ids.shape[-1] if of_rows else source,
         shape=ids.shape[:-1] if of_rows else ids.shape,
@@ -213,8 +214,17 @@ def plan(
     )
 
 
-def _read_by_functions(batch: Batch, needs: Collection[str], source: Tensor) -> dict[str, Tensor]:
-    """``[n, ...]``, the columns that functions of logits read, at some tokens of the flattened batch."""
+def columns_at(batch: Batch, needs: Collection[str], source: Tensor) -> dict[str, Tensor]:
+    """``[n, ...]``, the columns that functions of logits read, at some tokens of the flattened batch.
+
+    Args:
+        batch: has the columns, per token or per row.
+        needs: names of outputs, among them those with functions.
+        source: ``[n]`` int64.
+
+    Raises:
+        BatchError: a column is ragged.
+    """
     columns, width = {}, batch["input_ids"].shape[-1]
     for name in {column for need in needs if isinstance(need, LogitsOutput) for column in need.columns}:
         value = batch[name]

@@ -13,7 +13,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from nrl.algos import Loss, name_of, needed
+from nrl.algos import LogitsOutput, Loss, name_of, needed
 from nrl.backends.base import Bucket, Model
 from nrl.backends.base import top_k as top_k_named
 from nrl.backends.engines import TrainEngine
@@ -272,8 +272,8 @@ class Trainer:
         return found
 
     def _widths(self, needs: Collection[str]) -> Mapping[str, int]:
-        """The last dimension of outputs that have one of the model's, if one of them is needed."""
-        return {} if LARGE.isdisjoint(needs) else self._all_widths
+        """The sizes of the model's vocabulary and hidden states, if outputs are needed that depend on them."""
+        return self._all_widths if any(need in LARGE or isinstance(need, LogitsOutput) for need in needs) else {}
 
     @cached_property
     def _all_widths(self) -> dict[str, int]:

@@ -555,9 +555,10 @@ def attempt(mesh: DeviceMesh | None, loss: Loss, rank: int) -> tuple[type, str, 
     batch = batch_of([5, 9, 4, 7, 3, 8, 6, 5])
     ids = batch["input_ids"].clone()
     ids[ids == 22] = 1
-    ids[4 if rank else 0, 2] = 22
+    mask = batch["loss_mask"].clone()
+    ids[4 if rank else 0, 2], mask[4 if rank else 0, 2] = 22, True
     assigned = [[[0, 1], [2, 3]], [[4], [5], [6], [7]]]
-    bad, good = nrl.assign(batch, input_ids=ids), batch_of([5, 9, 4, 7, 3, 8, 6, 5], seed=1)
+    bad, good = nrl.assign(batch, input_ids=ids, loss_mask=mask), batch_of([5, 9, 4, 7, 3, 8, 6, 5], seed=1)
     made = engine(mesh)
     state = made.init()
     state, _ = made.train(state, sft_loss, cut(mesh, good, assigned), global_weights(sft_loss, good))

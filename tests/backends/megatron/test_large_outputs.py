@@ -36,6 +36,8 @@ pytestmark = [pytest.mark.megatron, pytest.mark.timeout(600)]
 LOSSES: dict[str, Loss] = {"all": loss_of_all, "functions": loss_of_functions}
 NEEDS = frozenset({"logits", "hidden_states", "logprobs", LOG_Z, LARGEST, SMOOTHED})
 UNTIED, TIED = CONFIG | {"initializer_range": 0.3}, CONFIG | {"initializer_range": 0.3, "tie_word_embeddings": True}
+RELATIVE = 1e-6
+"""RMS norms of transformers round to float32, which differs where rows are laid out in another way."""
 ADAPTER = {"r": 2, "lora_alpha": 8, "target_modules": "all-linear"}
 
 type Steps = tuple[list[float], dict[str, Tensor], list[dict[str, Tensor]]]
@@ -82,8 +84,8 @@ def check(
     with torch.no_grad():
         outputs = reference(lora.build(model, dtype=torch.float64).eval(), rows(), needs(*NEEDS)(lambda: None))
     for rank, (seen, tensors, outs) in enumerate(processes(steps, layout, name, tied, words, adapter, options)):
-        assert seen == pytest.approx(losses, rel=1e-8)
-        assert_close({key: x for key, x in tensors.items() if key in weights}, weights, 1e-8)
+        assert seen == pytest.approx(losses, rel=RELATIVE)
+        assert_close({key: x for key, x in tensors.items() if key in weights}, weights, RELATIVE)
         if layout.coordinates(rank)["pp"] < layout.pp - 1:
             assert outs == []
         elif layout.dp == 1:
@@ -91,7 +93,7 @@ def check(
                 assert out.keys() == NEEDS
                 for key, x in out.items():
                     torch.testing.assert_close(
-                        x.double(), outputs[key][2 * number : 2 * number + 2], rtol=1e-8, atol=1e-8
+                        x.double(), outputs[key][2 * number : 2 * number + 2], rtol=RELATIVE, atol=RELATIVE
                     )
 
 

@@ -1,5 +1,6 @@
 """Logits, hidden states and functions of logits against plain transformers in float64, tensor by tensor."""
 
+import pickle
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,6 +29,7 @@ from tests.weights import assert_close
 
 SPEC = adamw(lr=0.5, eps=1.0, weight_decay=0.0, clip=1e9)
 """With so large an eps, what a step changes shows each gradient and not just its sign."""
+PHI = CONFIGS["phi, a head with a bias"] | {"tie_word_embeddings": True}
 LENGTHS = [9, 1, 17, 5, 0, 5, 2, 12]
 
 
@@ -133,15 +135,17 @@ def check_steps(slots: Slots, config: Mapping[str, Any], loss: Loss, packing: An
     adapter = {"r": 2, "lora_alpha": 8, "target_modules": "all-linear"} if config.get("lora") else None
     source = {key: value for key, value in config.items() if key != "lora"}
     model = Model(source, dtype="float64", lora=adapter)
+    # RMS norms of transformers round to float32, which differs where rows are laid out in another way
+    relative = 1e-9 if config["model_type"] == "phi" else 1e-6
     losses, expected = steps_of_transformers(model, loss, SPEC, 2)
     trainer = fsdp.trainer(slots[:dp], model, SPEC, packing=packing, max_tokens=max_tokens)
     state, step = trainer.init(), trainer.train_step(loss)
     for value in losses:
         state, metrics = step(state, rows())
-        assert finalize(metrics.result())["loss"] == pytest.approx(value, rel=1e-9)
+        assert finalize(metrics.result())["loss"] == pytest.approx(value, rel=relative)
     params = state.params.adapter if adapter else state.params
     found = {name: x for name, x in params.tensors() if name in expected}
-    assert_close(found, expected, 1e-9)
+    assert_close(found, expected, relative)
 
 
 def drawn(seed: int) -> tuple[dict[str, Any], Any, int, int]:
@@ -167,9 +171,10 @@ def test_drawn_steps_are_those_of_transformers(
 def test_steps_are_those_of_transformers(slots: Slots, loss: Loss, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tied, in several micro-batches and shards, and in several chunks of tokens."""
     monkeypatch.setattr(head_chunks, "CHUNK_BYTES", 2**10)
-    check_steps(slots, QWEN3, loss, nrl.Rectangles, 2, 40)
+    check_steps(slots, PHI, loss, nrl.Rectangles, 2, 40)
 
 
+@pytest.mark.slow
 def test_steps_of_an_adapter_are_those_of_transformers(slots: Slots) -> None:
     check_steps(slots, CONFIGS["llama untied"] | {"lora": True}, loss_of_all, nrl.Sequences, 1, 200)
 
@@ -306,7 +311,7 @@ def test_a_need_that_nobody_computes_is_answered_with_those_that_are(slots: Slot
         del sft_like.__dict__["needs"]
     with pytest.raises(MissingColumn) as missing:
         trainer.train_step(loss_of_functions)(trainer.init(), batch_of([3, 4]))
-    assert missing.value.column == "advantages"
+    assert missing.value.column == "weights"
 
 
 def sft_like(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
@@ -321,7 +326,7 @@ def test_logits_that_have_no_room(slots: Slots, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(BatchError, match=r"forward: logits: 136 tokens by 23 words take .* give it fewer rows at a ti"):
         trainer.forward(trainer.load(), batch, {"logits"})
     state, _ = trainer.train_step(loss_of_all)(trainer.init(), batch)
-    monkeypatch.setattr(plans, "LOGITS_BYTES", 39 * 23 * 4)
+    monkeypatch.setattr(plans, "LOGITS_BYTES", 16 * 23 * 4)
     with pytest.raises(BatchError, match=r"logits of a micro-batch: .* smaller max_tokens=, or .*from_logits\(fn\)"):
         trainer.train_step(loss_of_all)(state, batch)
     trainer.train_step(loss_of_functions)(trainer.init(), batch)
@@ -330,9 +335,8 @@ def test_logits_that_have_no_room(slots: Slots, monkeypatch: pytest.MonkeyPatch)
 def test_params_of_another_vocabulary_are_refused(slots: Slots, tmp_path: Path) -> None:
     lora.build(Model(QWEN3 | {"vocab_size": 24})).save_pretrained(tmp_path)  # type: ignore[operator]
     trainer = fsdp.trainer(slots[:1], Model(QWEN3), SPEC)
-    found = trainer.forward(trainer.load(str(tmp_path)), batch_of([3, 4]), {"logits"})
     with pytest.raises(ModelError, match=r"forward: logits of these params have 24 numbers a token, .* own model 23;"):
-        found["logits"].result()
+        trainer.forward(trainer.load(str(tmp_path)), batch_of([3, 4]), {"logits"})
 
 
 def test_a_loss_is_measured_by_them(slots: Slots) -> None:
@@ -379,6 +383,29 @@ def mixes_rows(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
 @needs("hidden_states")
 def counts_states(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
     return token_mean(out["hidden_states"].sum(-1), batch["loss_mask"] & (out["hidden_states"][..., 0].abs() < 0.5)), {}
+
+
+def ranked(logits: Tensor) -> Tensor:
+    return logits.amax(-1) - logits.amax(-1).mean()
+
+
+@needs(from_logits(ranked))
+def mixes_tokens(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+    return token_mean(out["from_logits(ranked)"], batch["loss_mask"]), {}
+
+
+def test_a_function_of_logits_treats_each_token_alone(slots: Slots) -> None:
+    trainer = fsdp.trainer(slots[:1], Model(QWEN3), SPEC)
+    with pytest.raises(
+        WeightError, match=r"mixes_tokens: from_logits\(ranked\) is .* for a token alone, but .* among 4"
+    ):
+        trainer.train_step(mixes_tokens)(trainer.init(), rows())
+
+
+def test_an_output_with_a_function_travels() -> None:
+    found = pickle.loads(pickle.dumps(LARGEST))
+    assert found == LARGEST == "from_logits(largest)"
+    assert found.is_same(LARGEST)
 
 
 @pytest.mark.parametrize("numbers", [2**24, 23 * 40])
