@@ -97,7 +97,7 @@ def predictions(
             values["entropy"] = entropy
     if "logits" in needs:
         values["logits"] = linear_logits(hidden, weight, temperature=temperature, bias=bias, shard=shard)
-    for need in needs:
+    for need in sorted(needs):  # processes that share the vocabulary meet in each of them, in one order
         if isinstance(need, LogitsOutput):
             some = [columns[column] for column in need.columns] if len(hidden) else []  # no token has no columns
             values[str(need)] = map_logits(
