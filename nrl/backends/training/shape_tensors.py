@@ -36,7 +36,9 @@ class ShapeTensor(Tensor):
         return _wrapped(torch.empty(shape, device="meta"))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Compute the shapes alone, with torch's own functions for meta tensors."""
         if func is torch.ops.aten.index.Tensor:  # how many entries a mask selects depends on its numbers
             args = args[0], [part for index in args[1] for part in _indices(index)]
@@ -45,8 +47,8 @@ class ShapeTensor(Tensor):
 
 
 def _wrapped(meta: Tensor) -> ShapeTensor:
-    made: ShapeTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-        ShapeTensor, meta.shape, strides=meta.stride(), dtype=meta.dtype, device="cpu"
+    made: ShapeTensor = Tensor._make_wrapper_subclass(
+        ShapeTensor, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=torch.device("cpu")
     )
     made._meta = meta
     return made
