@@ -70,6 +70,76 @@ Losses of a language model read `logprobs`, `entropy` and a teacher's tokens. Lo
 `head="reward"` read `values` or `rewards`. The same trainers compute the columns: `critic.values(params, batch)` for
 `episode_gae`, `teacher.top_k(params, batch, k)` for `distillation_loss`.
 
+## A loss of your own
+
+A loss is any function `(out, batch) -> (Mean, metrics)`. It gets `out["logprobs"]`, and declares with `needs` what else
+it reads. `help(nrl.algos.output_shape)` lists all outputs with their shapes. A number for each token that is a function
+of the logits over the whole vocabulary is declared with `from_logits`. Here are z-loss and label smoothing:
+
+```python
+import nrl
+from nrl import data, tiny
+from nrl.algos import add, from_logits, needs, sft_loss, token_mean
+from nrl.backends import adamw, fsdp
+
+
+def log_normalizer(logits):  # [N, V] -> [N]
+    return logits.logsumexp(-1)
+
+
+def smoothed(logits, input_ids):  # each token, with the column that from_logits names
+    logprobs = logits.log_softmax(-1)
+    return -0.9 * logprobs.gather(-1, input_ids[:, None])[:, 0] - 0.1 * logprobs.mean(-1)
+
+
+LOG_Z, SMOOTHED = from_logits(log_normalizer), from_logits(smoothed, "input_ids")
+
+
+@needs(LOG_Z)
+def z_loss(out, batch):
+    return token_mean(out[LOG_Z].square(), batch["loss_mask"]), {}
+
+
+@needs(SMOOTHED)
+def label_smoothing(out, batch):
+    return token_mean(out[SMOOTHED], batch["loss_mask"]), {}
+
+
+with nrl.cluster("local") as cluster:
+    trainer = fsdp.trainer(cluster.reserve(1), tiny.model(), adamw(lr=1e-3))
+    batch = data.supervised([{"prompt": "1+1=", "response": "2"}], tiny.tokenizer())
+    step = trainer.train_step(add((1.0, label_smoothing), (1e-4, z_loss)))
+    state, metrics = step(trainer.init(), batch)
+```
+
+The functions are called on chunks of tokens, and again in the backward. So the matrix `[tokens, vocabulary]` is never
+held, under tensor parallelism either. `from_logits(fn, k=3)` declares three numbers a token.
+
+`@needs("logits")` gives a loss the matrix itself, `out["logits"]` `[*B, T, V]`, and `@needs("hidden_states")` the last
+hidden states after the final norm, `[*B, T, H]`, in float32. Position t describes token t, as everywhere: these are the
+distribution from which token t was drawn, under the row's temperature, and the state that the head computed it from,
+which is the state at token t - 1. Position 0 is zeros.
+
+```python
+@needs("logits")
+def z_loss_of_the_matrix(out, batch):
+    return token_mean(out["logits"].logsumexp(-1).square(), batch["loss_mask"]), {}
+
+
+with nrl.cluster("local") as cluster:
+    trainer = fsdp.trainer(cluster.reserve(1), tiny.model(), adamw(lr=1e-3))
+    _, expected = trainer.train_step(z_loss)(trainer.init(), batch)
+    _, found = trainer.train_step(z_loss_of_the_matrix)(trainer.init(), batch)
+    assert abs(nrl.finalize(found.result())["loss"] - nrl.finalize(expected.result())["loss"]) < 1e-4
+```
+
+A step with it holds about six times the logits of a micro-batch, padding counted: of 4,096 tokens by 151,936 words six
+times 2.3 GiB. Logits of a micro-batch, or of the rows of a forward, that take more than 8 GiB are refused. On a smaller
+device lower the trainer's `max_tokens`, which bounds the tokens of a micro-batch. The driver learns the weight of such
+a loss from outputs that have a shape and no numbers; a loss that looks at their numbers outside of tensor operations,
+as `if (out["logits"] > 0).any()` does, is called on zeros of the whole batch, which is slow over a large vocabulary.
+That rows are independent is checked on a few short ones. `nrl plan` counts neither logits nor hidden states.
+
 ## Compositions
 
 Each line names the estimator (where the method has one), the loss, and what else the method needs.

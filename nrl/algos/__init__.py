@@ -46,11 +46,13 @@ from nrl.algos.groups import (
 from nrl.algos.kl_rewards import penalized_rewards, sampled_logprobs, token_rewards
 from nrl.algos.links import Link, hinge, log_sigmoid, robust_log_sigmoid, squared
 from nrl.algos.loss_contract import (
+    LogitsOutput,
     Loss,
     MeanLoss,
     add,
     by_episode,
     episode_shares,
+    from_logits,
     ids_column,
     logprobs_at,
     name_of,
@@ -131,6 +133,7 @@ __all__ = [
     "Estimator",
     "GroupFunction",
     "Link",
+    "LogitsOutput",
     "Loss",
     "MeanLoss",
     "Penalty",
@@ -168,6 +171,7 @@ __all__ = [
     "episode_shares",
     "explained_variance",
     "forward_kl",
+    "from_logits",
     "from_rewards",
     "from_token_rewards",
     "gae",

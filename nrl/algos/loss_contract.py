@@ -7,7 +7,8 @@ how a batch was split.
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -19,11 +20,13 @@ from nrl.batch import Batch, require
 from nrl.reduce import Mean, Metrics
 
 __all__ = [
+    "LogitsOutput",
     "Loss",
     "MeanLoss",
     "add",
     "by_episode",
     "episode_shares",
+    "from_logits",
     "ids_column",
     "logprobs_at",
     "name_of",
@@ -35,6 +38,8 @@ __all__ = [
 ]
 
 _AT = "logprobs_at("
+_WIDTH = {"logits": "V", "hidden_states": "H"}
+"""Outputs whose last dimension is one of the model, and the letter that stands for its size."""
 
 
 class Loss(Protocol):
@@ -50,7 +55,7 @@ class Loss(Protocol):
     """
 
     def __call__(self, out: TensorDict, batch: Batch, /) -> tuple[Mean | dict[str, Mean], Metrics]:
-        """Evaluate the loss on outputs, ``[*B, T]`` or a number a row, and the rows that they belong to."""
+        """Evaluate the loss on outputs, ``[*B, T, ...]`` or a number a row, and the rows that they belong to."""
         ...
 
 
@@ -63,10 +68,12 @@ def needs[F: Callable[..., Any]](*outputs: str) -> Callable[[F], F]:
 
     Args:
         outputs: names, such as ``"entropy"`` or ``"values"``; `output_shape` has their shapes. They add to the outputs
-            that the function needs already.
+            that the function needs already. ``"logits"`` and ``"hidden_states"`` are large: `from_logits` computes
+            a number a token from the logits without holding those of all tokens.
 
     Raises:
         TypeError: used without its brackets, as ``@needs``.
+        ValueError: two functions of logits have one name.
 
     >>> from nrl.algos import token_mean
     >>> @needs("entropy")
@@ -79,10 +86,22 @@ def needs[F: Callable[..., Any]](*outputs: str) -> Callable[[F], F]:
         raise TypeError("needs: give the names of outputs and then decorate: @needs('entropy')")
 
     def decorate(fn: F) -> F:
-        fn.__dict__["needs"] = needed(fn) | frozenset(outputs)
+        fn.__dict__["needs"] = _union(needed(fn), outputs)
         return fn
 
     return decorate
+
+
+def _union(*groups: Iterable[str]) -> frozenset[str]:
+    outputs: dict[str, str] = {}
+    for output in itertools.chain(*groups):
+        first = outputs.setdefault(output, output)
+        if isinstance(output, LogitsOutput) and not output.is_same(first):
+            raise ValueError(
+                f"needs: '{output}' stands for two different functions of logits, columns or k; give one of them a "
+                "name of its own: from_logits(fn, name='...')"
+            )
+    return frozenset(outputs)
 
 
 def episode_shares(batch: Batch) -> Tensor:
@@ -165,6 +184,72 @@ def ids_column(output: str) -> str:
     return output.removeprefix(_AT).removesuffix(")")
 
 
+class LogitsOutput(str):
+    """The name of an output that a function makes of each token's logits, with that function; see `from_logits`."""
+
+    fn: Callable[..., Tensor]
+    columns: tuple[str, ...]
+    k: int | None
+
+    def __new__(cls, name: str, fn: Callable[..., Tensor], columns: tuple[str, ...], k: int | None) -> "LogitsOutput":
+        """Make the name."""
+        output = super().__new__(cls, name)
+        output.fn, output.columns, output.k = fn, columns, k
+        return output
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LogitsOutput, (str(self), self.fn, self.columns, self.k)
+
+    def is_same(self, other: str) -> bool:
+        """Whether another output of this name computes the same."""
+        return isinstance(other, LogitsOutput) and (self.fn, self.columns, self.k) == (other.fn, other.columns, other.k)
+
+
+def from_logits(
+    fn: Callable[..., Tensor], *columns: str, k: int | None = None, name: str | None = None
+) -> LogitsOutput:
+    """The name of an output: numbers that a function makes of the logits over the whole vocabulary, token by token.
+
+    Nothing of the size ``[tokens, V]`` is ever held. A backend calls ``fn`` on the logits of some tokens at a time, and
+    again in the backward, where it computes these logits anew. Use it for the logarithm of the normaliser (z-loss), for
+    label smoothing, or for a divergence over the whole vocabulary.
+
+    Args:
+        fn: ``fn(logits, *columns) -> Tensor``, differentiable by autograd. It gets ``logits`` ``[N, V]`` in float32
+            (float64 for a float64 model), under the row's temperature, of the N tokens of a chunk. Row n is the
+            distribution from which token n was drawn, as in ``out["logits"]``. It returns ``[N]``, or ``[N, k]``.
+            It treats each token alone, may not change its arguments, and is called several times: keep it pure.
+        columns: of the batch, such as ``"input_ids"``. ``fn`` gets what they have for each of these tokens, ``[N,
+            ...]``, of a column that is per row the entry of the token's row.
+        k: how many numbers ``fn`` returns for each token. None: one, and the output is ``[*B, T]``.
+        name: in the output's name. None: the name of ``fn``.
+
+    Returns:
+        The name, for `needs` and for ``out``: a string with the function inside.
+
+    Raises:
+        TypeError: ``fn`` is not callable, or a column is not a name.
+        ValueError: k is less than 1.
+
+    >>> from nrl.algos import token_mean
+    >>> def log_normalizer(logits):
+    ...     return logits.logsumexp(-1)
+    >>> log_z = from_logits(log_normalizer)
+    >>> @needs(log_z)
+    ... def z_loss(out, batch):
+    ...     return token_mean(1e-4 * out[log_z].square(), batch["loss_mask"]), {}
+    >>> sorted(z_loss.needs)
+    ['from_logits(log_normalizer)']
+    """
+    if not callable(fn):
+        raise TypeError(f"from_logits: fn is {fn!r}; give a function fn(logits, *columns) -> Tensor")
+    if strange := [column for column in columns if not isinstance(column, str)]:
+        raise TypeError(f"from_logits: {strange[0]!r} is not the name of a column; give names, such as 'input_ids'")
+    if k is not None and k < 1:
+        raise ValueError(f"from_logits: k is {k}; it must be at least 1, or None for one number a token")
+    return LogitsOutput(f"from_logits({name or name_of(fn)})", fn, columns, k)
+
+
 def output_kind(output: str) -> str:
     """The kind of output that a name stands for; backends list the kinds that they provide.
 
@@ -174,19 +259,29 @@ def output_kind(output: str) -> str:
     return output.partition("(")[0]
 
 
-def output_shape(output: str, batch: Batch) -> torch.Size:
+def output_shape(output: str, batch: Batch, widths: Mapping[str, int] = MappingProxyType({})) -> torch.Size:
     """The shape of an output for a batch.
 
         logprobs, entropy, values    [*B, T]
         rewards                      [*B]
         logprobs_at(column)          [*B, T, k], that of the column
+        logits                       [*B, T, V]
+        hidden_states                [*B, T, H]
+        from_logits(fn)              [*B, T], or [*B, T, k]
+
+    As everywhere, position t describes token t: ``out["logits"][:, t]`` is the distribution from which token t was
+    drawn, and ``out["hidden_states"][:, t]`` is the state from which the head predicts token t (or ``values[:, t]``),
+    which is the state at token t - 1, after the final norm. Position 0 is zeros. Logits are under the row's
+    temperature, as log-probabilities are: ``log_softmax`` of them, at token t, is ``out["logprobs"][:, t]``.
 
     Args:
         output: its name.
         batch: has ``input_ids``, and the column.
+        widths: V by ``"logits"`` and H by ``"hidden_states"``, which are the model's.
 
     Raises:
         MissingColumn: the batch lacks the column.
+        ValueError: ``widths`` lacks the one of this output.
 
     >>> batch = Batch({"input_ids": torch.ones(2, 5, dtype=torch.int64)}, batch_size=[2])
     >>> output_shape("entropy", batch), output_shape("rewards", batch)
@@ -194,22 +289,32 @@ def output_shape(output: str, batch: Batch) -> torch.Size:
     """
     if output == "rewards":
         return batch.batch_size
-    column = "input_ids"
+    column, last = "input_ids", tuple[int, ...]()
     if output.startswith(_AT):
         column = ids_column(output)
         require(batch, column, reader=output)
-    shape: torch.Size = batch[column].shape
-    return shape
+    elif isinstance(output, LogitsOutput):
+        require(batch, *output.columns, reader=output)
+        last = () if output.k is None else (output.k,)
+    elif output in _WIDTH:
+        if output not in widths:
+            letter = _WIDTH[output]
+            raise ValueError(f"output_shape: {letter} of {output} is the model's; give widths={{'{output}': {letter}}}")
+        last = (widths[output],)
+    return torch.Size((*batch[column].shape, *last))
 
 
 def needed(*fns: Callable[..., Any] | None) -> frozenset[str]:
     """All outputs that functions need besides ``logprobs``; None, and functions without a declaration, need none.
 
+    Raises:
+        ValueError: two functions of logits have one name.
+
     >>> sorted(needed(needs("entropy")(lambda out, batch: ...), needs("values")(lambda out, batch: ...), None))
     ['entropy', 'values']
     """
     parts = (fn.func if isinstance(fn, functools.partial) and not hasattr(fn, "needs") else fn for fn in fns)
-    return frozenset().union(*(getattr(fn, "needs", frozenset()) for fn in parts))
+    return _union(*(getattr(fn, "needs", frozenset()) for fn in parts))
 
 
 def name_of(fn: Callable[..., Any]) -> str:

@@ -49,7 +49,11 @@ class TrainEngine[S, M](Protocol):
 
     @property
     def provides(self) -> frozenset[str]:
-        """The kinds of outputs that it computes (`nrl.algos.output_kind`), such as ``logprobs``."""
+        """The kinds of outputs that it computes (`nrl.algos.output_kind`), such as ``logprobs``.
+
+        An engine that provides ``logits``, ``from_logits`` or ``hidden_states`` has ``widths``, too: the size of the
+        vocabulary by ``"logits"``, and of hidden states by ``"hidden_states"``.
+        """
         ...
 
     @property

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 import attrs
 
-from nrl.backends.training.fused_logprobs import KEEP_BYTES, of_device
+from nrl.backends.training.fused_logprobs import KEEP_BYTES
+from nrl.backends.training.head_chunks import of_device
 from nrl.errors import ConfigError
 from nrl.plan.driven import Step
 from nrl.plan.optimizing import kept_bytes, orthogonalised, orthogonalising

@@ -22,7 +22,7 @@ __all__ = ["Counting", "where"]
 
 _NRL, _TORCH = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
 _OWN = {str(Path(__file__).with_name(name)) for name in ("counting.py", "fake_cuda.py")}
-_HEAD = str(Path(_NRL) / "backends/training/fused_logprobs.py")
+_HEAD = {str(Path(_NRL) / "backends/training" / name) for name in ("fused_logprobs.py", "head_functions.py")}
 _ATEN: Any = torch.ops.aten
 _READ = 2**16
 """So many numbers, at most, of a tensor on the host are real, where it holds weights."""
@@ -39,10 +39,10 @@ def where() -> str:
 
 
 def _in_head() -> bool:
-    """Whether log-probabilities, or their gradients, are computed."""
+    """Whether log-probabilities, other functions of logits, or their gradients are computed."""
     frame = sys._getframe(2)
     while frame is not None:
-        if frame.f_code.co_filename == _HEAD:
+        if frame.f_code.co_filename in _HEAD:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False

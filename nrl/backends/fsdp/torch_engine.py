@@ -26,6 +26,7 @@ from nrl.backends.fsdp.outputs import compute
 from nrl.backends.fsdp.torch_state import TorchParams, TorchState
 from nrl.backends.models import loading, lora, splitting
 from nrl.backends.models.exporting import export_weights
+from nrl.backends.models.named_weights import head_weight
 from nrl.backends.models.routers import sizes
 from nrl.backends.models.streaming import Unread
 from nrl.backends.to_save import ToSave
@@ -34,7 +35,7 @@ from nrl.backends.training.adapters import Adapter, params_of
 from nrl.backends.training.agreement import HeldError, Peers
 from nrl.backends.training.curiosity import Curious
 from nrl.backends.training.flops import cost
-from nrl.backends.training.heads import PROVIDES
+from nrl.backends.training.heads import LARGE, PROVIDES, widths
 from nrl.backends.training.optimizers import Optimizer, set_learning_rate
 from nrl.backends.training.plans import Outputs, Plan, left_out_of, plan, read_by, with_outputs
 from nrl.backends.training.reading import written_whole
@@ -105,6 +106,11 @@ class TorchEngine:
         """The token whose input embedding is not trained."""
         return loading.frozen_token(self.model)
 
+    @property
+    def widths(self) -> dict[str, int]:
+        """The last dimension of logits and of hidden states."""
+        return widths(head_weight(lora.skeleton(self.model))[0], self.provides)
+
     def init(self) -> TorchState:
         """A fresh train state."""
         module = self._make(self.model)
@@ -152,21 +158,24 @@ class TorchEngine:
         params.eval()
         asked = needs | {"top_k_ids", "top_k_logprobs"}
         parts, _ = evened(self._peers, "forward", microbatches)
-        held, found = HeldError(self._peers), []
+        held, found = HeldError(self._peers), list[Outputs | TensorDict]()
         every = partial(with_outputs, head=self.model.head)
         wanted = every if self.model.head == "reward" else where_routed(every)
+        large = not needs.isdisjoint(LARGE)
+
+        def fetched(batch: Batch, out: Outputs) -> TensorDict:
+            values = {key: out.scatter(x) for key, x in out.values.items() if key in asked}
+            return TensorDict(values, batch_size=batch.batch_size).cpu()
+
         with torch.no_grad(), sharding.reset_after(params):
             for batch in parts:
                 work = to_device(self._plan(params, batch, wanted, needs, held), self.device)
-                found.append(self._outputs(params, work, needs))
+                out = self._outputs(params, work, needs, held)
+                # A device has room for large outputs of one micro-batch; others are fetched when all is computed
+                found.append(fetched(batch, out) if large and batch is not IDLE else out)
             held.meet("forward")
-        return [
-            TensorDict(
-                {key: out.scatter(x) for key, x in out.values.items() if key in asked}, batch_size=batch.batch_size
-            ).cpu()
-            for batch, out in zip(parts, found, strict=True)
-            if batch is not IDLE
-        ]
+        both = zip(parts, found, strict=True)
+        return [fetched(batch, out) if isinstance(out, Outputs) else out for batch, out in both if batch is not IDLE]
 
     def train(
         self, state: TorchState, loss: Loss, microbatches: Iterable[Batch], weights: Mapping[str, float]
@@ -229,7 +238,7 @@ class TorchEngine:
             left_out = left_out_of(batch, wanted(batch), self.model.head) if real else None
             moved = to_device((works[-1], works[-1].reads, batch if real else None, left_out), self.device)
             work, loads.reads, rows, left_out = moved
-            out = self._outputs(module, work, needs)
+            out = self._outputs(module, work, needs, held)
             gradients, read = None, read + len(out.source)
             if rows is not None and left_out is not None:
                 with held.back():
@@ -251,8 +260,8 @@ class TorchEngine:
         nothing = torch.zeros_like(IDLE["input_ids"], dtype=torch.bool)  # after an error, computing more is in vain
         return plan(IDLE, nothing, self.packing, words=words, needs=self.provides & {"rewards"}, always=always)
 
-    def _outputs(self, module: Any, work: Plan, needs: frozenset[str]) -> Outputs:
-        return sharding.run(module, lambda: compute(module, work, needs), self._low)
+    def _outputs(self, module: Any, work: Plan, needs: frozenset[str], held: HeldError) -> Outputs:
+        return sharding.run(module, lambda: compute(module, work, needs, held.back), self._low)
 
     def _make(self, model: Model, frozen: bool = False, source: _Source | None = None) -> nn.Module:
         """A model with its own weights, or from another source; each process reads its part, where all see the same."""

@@ -28,7 +28,7 @@ from nrl.backends.megatron.options import Options
 from nrl.backends.megatron.tokens import Tokens, tokens
 from nrl.backends.megatron.weights import joined, own, spoken
 from nrl.backends.models import loading, lora, splitting
-from nrl.backends.models.named_weights import named_tensors
+from nrl.backends.models.named_weights import head_weight, named_tensors
 from nrl.backends.models.pieces import Filling, whole
 from nrl.backends.to_save import ToSave
 from nrl.backends.training import storage
@@ -36,7 +36,7 @@ from nrl.backends.training.adapters import Adapter, params_of
 from nrl.backends.training.agreement import HeldError
 from nrl.backends.training.balance import balance
 from nrl.backends.training.curiosity import Curious
-from nrl.backends.training.heads import PROVIDES
+from nrl.backends.training.heads import PROVIDES, widths
 from nrl.backends.training.optimizers import Optimizer, set_learning_rate
 from nrl.backends.training.plans import Outputs, Plan, left_out_of, plan, read_by, with_outputs
 from nrl.backends.training.routes import where_routed
@@ -93,6 +93,11 @@ class MegatronEngine:
     def frozen_token(self) -> int | None:
         """The token whose input embedding is not trained."""
         return loading.frozen_token(self.model)
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """The last dimension of logits and of hidden states."""
+        return widths(head_weight(folders.skeleton(self.model))[0], self.provides)
 
     # --- states and params
 
@@ -156,7 +161,9 @@ class MegatronEngine:
 
         def compute(number: int, hidden: Tensor) -> Tensor:
             with held.back():
-                out = of.outputs(params[-1], hidden, works[number], cut[number], needs, self.model.head, self._at)
+                out = of.outputs(
+                    params[-1], hidden, works[number], cut[number], needs, self.model.head, self._at, held.back
+                )
                 values = {key: self._gathered(out.scatter(x)) for key, x in out.values.items() if key in asked}
                 found[number] = TensorDict(values, batch_size=parts[number].batch_size).cpu()
             return hidden.new_zeros(())
@@ -222,7 +229,7 @@ class MegatronEngine:
         def slope(number: int, hidden: Tensor) -> Tensor:
             nonlocal read
             batch, work = parts[number], works[number]
-            out = of.outputs(last_stage, hidden, work, cut[number], needs, self.model.head, self._at)
+            out = of.outputs(last_stage, hidden, work, cut[number], needs, self.model.head, self._at, held.back)
             gradients: Mapping[str, Tensor] | None = None
             if batch is not IDLE:
                 read += len(work.source)

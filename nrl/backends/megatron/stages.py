@@ -1,6 +1,7 @@
 """The stages of a model on Megatron Core, and passes through all of them with Megatron's own schedules."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from nrl.backends.megatron.families import Architecture
 from nrl.backends.megatron.groups import Groups, instances
 from nrl.backends.megatron.layers import PackedGPT, Rows, block
 from nrl.backends.megatron.tokens import Tokens
-from nrl.backends.training.heads import numbers, predictions
+from nrl.backends.training.heads import numbers, predictions, states
 from nrl.backends.training.plans import Outputs, Plan
 from nrl.backends.training.transfers import to_device
 from nrl.backends.training.vocabulary import VocabularyShard
@@ -215,7 +216,14 @@ def passes(
 
 
 def outputs(
-    stage: PackedGPT, hidden: Tensor, work: Plan, part: Tokens, needs: frozenset[str], head: str, at: Groups
+    stage: PackedGPT,
+    hidden: Tensor,
+    work: Plan,
+    part: Tokens,
+    needs: frozenset[str],
+    head: str,
+    at: Groups,
+    guard: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Outputs:
     """What the head makes of hidden states, at the tokens of this process.
 
@@ -227,6 +235,7 @@ def outputs(
         needs: the names of the outputs.
         head: of `nrl.backends.Model`.
         at: the groups.
+        guard: what calls of functions of logits happen in; it may hold their errors back.
     """
     hidden, tp = hidden[:, 0], at.collection.tp
     shared = head == "lm"  # each process of tp has some of the words, and so a part of the gradient
@@ -238,14 +247,16 @@ def outputs(
     if not shared:
         layer: Any = stage.output_layer
         values = {"values" if head == "value" else "rewards": numbers(hidden, layer.weight, layer.bias)}
+        if "hidden_states" in needs:
+            values["hidden_states"] = states(hidden)
     else:
         weight = stage.shared_embedding_or_output_weight() if stage.share_embeddings_and_output_weights else None
         weight = stage.output_layer.weight if weight is None else weight
         first = at.tp * len(weight)
-        shard = VocabularyShard(first, len(weight), tp) if at.layout.tp > 1 else None
+        shard = VocabularyShard(first, len(weight), tp, stage.words) if at.layout.tp > 1 else None
         temperature = None if work.temperature is None else work.temperature[part.read]
-        here = {name: x[part.read] for name, x in work.targets.items()}, temperature
-        targets, temperature = to_device(here, hidden.device)
+        targets, columns = ({name: x[part.read] for name, x in xs.items()} for xs in (work.targets, work.columns))
+        targets, columns, temperature = to_device((targets, columns, temperature), hidden.device)
         known = weight[: max(0, stage.words - first)]
-        values = predictions(hidden, known, None, targets, temperature, needs, shard)
+        values = predictions(hidden, known, None, targets, columns, temperature, needs, shard, guard)
     return Outputs(values, work.source[part.read].to(hidden.device), work.shape)

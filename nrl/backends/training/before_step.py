@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
-from nrl.algos import Loss, episode_shares, output_kind
+from nrl.algos import LogitsOutput, Loss, episode_shares, output_kind
+from nrl.backends.training.heads import PROVIDES
 from nrl.backends.training.terms import global_weights
 from nrl.batch import Batch, assign, lengths
 from nrl.batch.handles import handle_of
@@ -65,10 +66,19 @@ def check_needs(who: str, needs: Collection[str], provides: Collection[str], nam
         raise MissingOutput(f"{who}: it needs {' and '.join(several)}, and one of them at a time can be computed")
     missing = sorted(need for need in needs if output_kind(need) not in provides)
     if missing:
+        unknown = [need for need in missing if not any(output_kind(need) in kinds for kinds in PROVIDES.values())]
+        remedy = "another Model(..., head=...) computes other things"
+        if unknown:
+            every = ", ".join(f"{', '.join(sorted(kinds))} (head='{head}')" for head, kinds in PROVIDES.items())
+            remedy = f"no model computes {', '.join(unknown)}; there are {every}"
         raise MissingOutput(
-            f"{who}: it needs {', '.join(missing)}, and {name} provides {', '.join(sorted(provides))}; another "
-            "Model(..., head=...) computes other things"
+            f"{who}: it needs {', '.join(missing)}, and {name} provides {', '.join(sorted(provides))}; {remedy}"
         )
+    for need in needs:
+        if output_kind(need) == "from_logits" and not isinstance(need, LogitsOutput):
+            raise MissingOutput(
+                f"{who}: '{need}' is a name without its function; give what nrl.algos.from_logits(fn) returns"
+            )
 
 
 def check_sampled(who: str, batch: Batch) -> None:
@@ -99,7 +109,9 @@ def lag(version: int, batch: Batch) -> Metrics:
     return {"lag": Mean(((version - batch["version"]) * rows).sum().float(), rows.sum().float())}
 
 
-def told_of_no_advantages(who: str, loss: Loss, batch: Batch, always: Collection[str]) -> bool:
+def told_of_no_advantages(
+    who: str, loss: Loss, batch: Batch, always: Collection[str], widths: Mapping[str, int]
+) -> bool:
     """Print that all advantages are 0, if they are and the loss reads them; whether later steps need no look.
 
     It prints to the standard error instead of warning, since a healthy run may have such a step.
@@ -109,7 +121,7 @@ def told_of_no_advantages(who: str, loss: Loss, batch: Batch, always: Collection
     if bool((batch["loss_mask"] & (batch["advantages"] != 0)).any()):
         return False
     try:
-        global_weights(loss, batch.exclude("advantages"), always=always)
+        global_weights(loss, batch.exclude("advantages"), always=always, widths=widths)
         return True  # it does not read them
     except MissingColumn:
         pass

@@ -28,7 +28,7 @@ class ValueAndGrad(NamedTuple):
         loss: scalar, the sum over terms of ``total / weight``.
         terms: detached.
         metrics: detached; those of the loss, and `nrl.algos.mismatch_metrics` of the outputs.
-        gradients: of ``loss``, for each output ``[*b, T]``; zeros for an output that it does not read.
+        gradients: of ``loss``, for each output ``[*b, T, ...]``; zeros for an output that it does not read.
     """
 
     loss: Tensor
@@ -47,7 +47,7 @@ def value_and_grad(
     Args:
         loss: any.
         name: of the loss in errors.
-        outputs: ``[*b, T]`` each; taken as constants.
+        outputs: ``[*b, T, ...]`` each; taken as constants.
         batch: their rows.
         weights: of each term, over the whole batch.
 
@@ -94,10 +94,10 @@ def ignores(
     Args:
         loss: called a second time here.
         name: of the loss in errors.
-        outputs: ``[*b, T]`` each, with zeros at ``places``.
+        outputs: ``[*b, T, ...]`` each, with zeros at ``places``.
         batch: their rows.
         weights: of each term, over the whole batch.
-        places: ``[k]`` int64, of the flattened outputs.
+        places: ``[k]`` int64, tokens of the flattened batch.
         found: of the first call, on ``outputs``.
 
     Returns:
@@ -115,11 +115,9 @@ def ignores(
     True
     False
     """
-    # Numbers all over the range of log-probabilities, so that any threshold lies between some of them and the zeros
-    noise = 1 + 16 * (0.618034 * torch.arange(1, len(places) + 1, device=places.device, dtype=torch.float64) % 1)
     other = {
-        key: value.flatten()
-        .index_copy(0, places, (-noise if key == "logprobs" else noise).to(value.dtype))
+        key: value.flatten(0, batch.ndim)
+        .index_copy(0, places, _noise(places, value.shape[batch.ndim + 1 :], -1 if key == "logprobs" else 1).to(value))
         .view(value.shape)
         for key, value in outputs.items()
     }
@@ -132,8 +130,18 @@ def ignores(
     if _shape(found) != _shape(again):
         return no
     same = [(a == b).all() for a, b in pairs]
-    same += [(grad.flatten().index_select(0, places) == 0).all() for grad in found.gradients.values()]
+    at_places = (grad.flatten(0, batch.ndim).index_select(0, places) for grad in found.gradients.values())
+    same += [(grad == 0).all() for grad in at_places]
     return torch.stack(same).all()
+
+
+def _noise(places: Tensor, shape: torch.Size, sign: int) -> Tensor:
+    """Numbers all over the range of log-probabilities: any threshold lies between some of them and the zeros.
+
+    They differ within a token, too, because a softmax of equal logits does not show what they are.
+    """
+    count = torch.arange(1, len(places) * shape.numel() + 1, device=places.device, dtype=torch.float64)
+    return sign * (1 + 16 * (0.618034 * count % 1)).view(len(places), *shape)
 
 
 def _leaves(found: ValueAndGrad) -> list[Tensor]:

@@ -5,13 +5,16 @@ some rows has to be that on their halves, and its weight must not depend on outp
 """
 
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from nrl.algos import Loss, name_of, needed, output_kind, output_shape
+from nrl.algos import LogitsOutput, Loss, name_of, needed, output_kind, output_shape
+from nrl.backends.training.head_functions import call_on
+from nrl.backends.training.plans import columns_at, predicted
 from nrl.backends.training.terms import called, check_terms, check_weights, global_weights
-from nrl.batch import Batch, Parts, lengths, pad, shard
+from nrl.batch import Batch, Parts, lengths, microbatches, pad, shard
 from nrl.errors import WeightError
 from nrl.reduce import Mean
 
@@ -19,6 +22,9 @@ __all__ = ["check_law"]
 
 _ROWS = 64
 """The most rows whose gradients are compared."""
+
+_NUMBERS = 2**24
+"""The most numbers of a large output that are drawn, if a row has no more."""
 
 _DRAWS = 3
 """How many sets of outputs are tried. A mean or a maximum over rows shows in each; a threshold may hide from one."""
@@ -35,7 +41,13 @@ _RATHER = (
 )
 
 
-def check_law(loss: Loss, batch: Batch, weights: Mapping[str, float], always: Collection[str]) -> bool:
+def check_law(
+    loss: Loss,
+    batch: Batch,
+    weights: Mapping[str, float],
+    always: Collection[str],
+    widths: Mapping[str, int] = MappingProxyType({}),
+) -> bool:
     """Check that weights ignore outputs and padding, and that terms and gradients add up over rows.
 
     Args:
@@ -43,12 +55,15 @@ def check_law(loss: Loss, batch: Batch, weights: Mapping[str, float], always: Co
         batch: the whole one.
         weights: from `global_weights`.
         always: outputs that every loss gets, in addition to those that it asks for.
+        widths: as `nrl.algos.output_shape` takes them. Where the loss reads such outputs, a few short rows are checked.
+            Functions of logits are checked if V is among them.
 
     Returns:
         Whether the batch was enough to check that.
 
     Raises:
-        WeightError: the loss breaks the law.
+        WeightError: the loss, or a function of logits that it needs, breaks the law.
+        TypeError: a function of logits returned something of another shape than it declared.
 
     >>> from nrl.algos import sft_loss
     >>> mask = torch.tensor([[False, True, True]] * 2)
@@ -57,19 +72,49 @@ def check_law(loss: Loss, batch: Batch, weights: Mapping[str, float], always: Co
     True
     """
     name, outputs = name_of(loss), {*always, *needed(loss)}
+    _check_functions(name, outputs, batch, widths)
+    if large := [widths[output] for output in outputs if output in widths]:
+        some = _some(batch)
+        tokens = max(some["input_ids"][:1].numel(), _NUMBERS // max(large))
+        batch = max(microbatches(some, max_tokens=tokens), key=len)
+        if len(batch) < 2:
+            return False
+        weights = global_weights(loss, batch, always=always, widths=widths)
     wide = pad(batch, batch["input_ids"].shape[-1] + 1)
     with torch.no_grad():
-        whole = called(loss, wide, _drawn(outputs, wide, 0))
+        whole = called(loss, wide, _drawn(outputs, wide, 0, widths))
     check_terms(name, whole, weights)
     check_weights(name, {key: float(term.weight) for key, term in whole.items()}, weights)
     if len(batch) < 2:
         return False
-    halves = [global_weights(loss, half, always=always) for half in shard(batch, 2)]
+    halves = [global_weights(loss, half, always=always, widths=widths) for half in shard(batch, 2)]
     for half in halves:
         check_terms(name, half, weights)
     check_weights(name, {key: sum(half[key] for half in halves) for key in weights}, weights)
     some = _some(batch)
-    return len(some) > 1 and all(_adds_up(loss, some, weights, outputs, seed) for seed in range(_DRAWS))
+    return len(some) > 1 and all(_adds_up(loss, some, weights, outputs, seed, widths) for seed in range(_DRAWS))
+
+
+def _check_functions(name: str, outputs: Collection[str], batch: Batch, widths: Mapping[str, int]) -> None:
+    """Check on random logits that each function of logits treats a token the same alone and among others."""
+    functions = [output for output in sorted(outputs) if isinstance(output, LogitsOutput)]
+    if not functions or "logits" not in widths:
+        return
+    tokens = torch.nonzero(predicted(batch).flatten())[:4, 0]
+    logits = 3 * torch.randn(len(tokens), widths["logits"], generator=torch.Generator().manual_seed(0))
+    columns = columns_at(batch, functions, tokens)
+    for output in functions:
+        given = [columns[column] for column in output.columns]
+        with torch.no_grad():
+            together = call_on(output, logits, given).double()
+            alone = [call_on(output, logits[n : n + 1], [x[n : n + 1] for x in given]) for n in range(len(tokens))]
+        for n, one in enumerate(alone):
+            if not torch.allclose(one[0].double(), together[n], rtol=_CLOSE, atol=_CLOSE, equal_nan=True):
+                raise WeightError(
+                    f"{name}: {output} is {one[0].tolist()} for a token alone, but {together[n].tolist()} among "
+                    f"{len(tokens)} tokens. A function of logits treats each token alone, as its tokens are those of a "
+                    "chunk; let the loss compute statistics over the tokens of a row"
+                )
 
 
 def _some(batch: Batch) -> Batch:
@@ -82,7 +127,7 @@ def _some(batch: Batch) -> Batch:
     return Parts(batch, [rows])[0]
 
 
-def _drawn(outputs: Collection[str], batch: Batch, seed: int) -> dict[str, Tensor]:
+def _drawn(outputs: Collection[str], batch: Batch, seed: int, widths: Mapping[str, int]) -> dict[str, Tensor]:
     """Outputs such as models have, different in each row and at each token; 0 where a row has no token.
 
     Each row has a scale of its own, within a factor of 16, and numbers with a long tail. So any two halves of the rows
@@ -90,7 +135,7 @@ def _drawn(outputs: Collection[str], batch: Batch, seed: int) -> dict[str, Tenso
     """
     draw, found = torch.Generator().manual_seed(seed), {}
     for key in sorted(outputs):
-        x = torch.empty(output_shape(key, batch)).exponential_(generator=draw)
+        x = torch.empty(output_shape(key, batch, widths)).exponential_(generator=draw)
         per_row = (len(batch), *[1] * (x.ndim - 1))
         x = x * 2 ** (4 * torch.rand(per_row, generator=draw) - 2)
         if output_kind(key) in ("logprobs", "logprobs_at"):
@@ -104,11 +149,18 @@ def _drawn(outputs: Collection[str], batch: Batch, seed: int) -> dict[str, Tenso
     return found
 
 
-def _adds_up(loss: Loss, batch: Batch, weights: Mapping[str, float], outputs: Collection[str], seed: int) -> bool:
+def _adds_up(
+    loss: Loss,
+    batch: Batch,
+    weights: Mapping[str, float],
+    outputs: Collection[str],
+    seed: int,
+    widths: Mapping[str, int],
+) -> bool:
     """Check that a row's gradient is the same among other rows and with more padding; whether the rows were enough."""
     name, parts = name_of(loss), shard(batch, 2)
     wide = pad(batch, 2 * batch["input_ids"].shape[-1])
-    longer = _drawn(outputs, wide, seed)
+    longer = _drawn(outputs, wide, seed, widths)
     drawn = {key: _as_wide(x, batch) for key, x in longer.items()}
     whole, slopes = _differentiated(loss, batch, weights, drawn)
     halves = [

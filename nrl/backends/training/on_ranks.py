@@ -1,6 +1,6 @@
 """The half of training that runs in each process: the calls that the driver makes around an engine."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from nrl.backends.training.determinism import refusing
 from nrl.backends.training.devices import measuring
 from nrl.backends.training.reading import Reading
 from nrl.batch import Batch
+from nrl.errors import ModelError
 from nrl.files import Folder, Saved
 from nrl.reduce import Metrics
 from nrl.runtime.mesh.current_process import process
@@ -102,6 +103,7 @@ def written(writing: _Writing) -> Saved | bytes | None:
 def forward(
     split: _Split,
     needs: frozenset[str],
+    widths: Mapping[str, int],
     find: Find,
     engine: _Engine,
     value: Any,
@@ -117,25 +119,41 @@ def forward(
     for shard in shards:
         with refusing("forward"):
             outs = with_params("forward", find, engine, value, read(shard), needs)
+        for out in outs:
+            _check_widths(out, widths)
         wide = [out.apply(partial(_widen, out.ndim, shard["input_ids"].shape[-1])) for out in outs]
-        found.append(parts[-1].restore(wide) if wide else _nothing(shard, needs))
+        found.append(parts[-1].restore(wide) if wide else _nothing(shard, needs, widths))
     each = [[out[name] for out in found] for name in outputs_of(needs)]
     return tuple(some[0] if len(some) == 1 else some for some in each)
 
 
-def outputs_like(batch: Batch, needs: Collection[str]) -> dict[str, Tensor]:
+def _check_widths(out: TensorDict, widths: Mapping[str, int]) -> None:
+    """Check that large outputs are as wide as those of the trainer's own model, which other params may not be.
+
+    Raises:
+        ModelError: one is not.
+    """
+    for name, width in widths.items():
+        if name in out.keys() and (found := out[name].shape[-1]) != width:
+            raise ModelError(
+                f"forward: {name} of these params have {found} numbers a token, and those of the trainer's own model "
+                f"{width}; make a trainer of the model that the params are of"
+            )
+
+
+def outputs_like(batch: Batch, needs: Collection[str], widths: Mapping[str, int]) -> dict[str, Tensor]:
     """For each output that needs stand for, a tensor of its shape and dtype that takes no memory."""
     found = {}
     for name in outputs_of(needs):
         k = max(0, top_k_of(needs) or 0)
-        shape = output_shape(name, batch) + ((k,) if name in ("top_k_ids", "top_k_logprobs") else ())
+        shape = output_shape(name, batch, widths) + ((k,) if name in ("top_k_ids", "top_k_logprobs") else ())
         found[name] = torch.zeros((), dtype=torch.int64 if name == "top_k_ids" else torch.float32).expand(shape)
     return found
 
 
-def _nothing(shard: Batch, needs: frozenset[str]) -> TensorDict:
+def _nothing(shard: Batch, needs: frozenset[str], widths: Mapping[str, int]) -> TensorDict:
     """The outputs for no rows."""
-    found = {name: like.contiguous() for name, like in outputs_like(shard, needs).items()}
+    found = {name: like.contiguous() for name, like in outputs_like(shard, needs, widths).items()}
     return TensorDict(found, batch_size=shard.batch_size)
 
 

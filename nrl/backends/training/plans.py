@@ -11,15 +11,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nrl.algos import ids_column, output_kind
+from nrl.algos import LogitsOutput, ids_column, output_kind
 from nrl.backends.models.routers import Routers
 from nrl.backends.training.routes import routes_of
 from nrl.batch import Batch, lengths
+from nrl.batch.columns import kind_of
 from nrl.batch.packed_rows import Packing, Rectangles, Sequences
 from nrl.batch.packing import pack
 from nrl.errors import BatchError
 
-__all__ = ["Outputs", "Plan", "last", "left_out_of", "plan", "predicted", "read_by", "with_outputs"]
+__all__ = [
+    "LOGITS_BYTES",
+    "Outputs",
+    "Plan",
+    "check_room",
+    "columns_at",
+    "last",
+    "left_out_of",
+    "plan",
+    "predicted",
+    "read_by",
+    "with_outputs",
+]
 
 
 class Outputs(NamedTuple):
@@ -105,6 +118,7 @@ class Plan(NamedTuple):
         rows: of packed tokens; None: they are padded.
         places: ``[n]`` int64, the tokens of the flattened inputs whose hidden states are read; None: no forward.
         targets: ``[n]`` or ``[n, k]`` int64, for each column of ids whose log-probabilities are wanted.
+        columns: ``[n, ...]``, what functions of logits read, by column.
         temperature: ``[n]``, or None.
         source: ``[n]`` int64, as in `Outputs`.
         shape: as in `Outputs`.
@@ -117,6 +131,7 @@ class Plan(NamedTuple):
     rows: Rectangles | Sequences | None
     places: Tensor | None
     targets: Mapping[str, Tensor]
+    columns: Mapping[str, Tensor]
     temperature: Tensor | None
     source: Tensor
     shape: torch.Size
@@ -158,7 +173,7 @@ def plan(
         routers: what replays the column ``routes``, if the batch has one; None: nothing does.
 
     Raises:
-        BatchError: a token that the model does not know, or a route that it cannot take.
+        BatchError: a token that the model does not know, a route that it cannot take, or too many logits.
 
     >>> batch = Batch({"input_ids": torch.tensor([[5, 6, 7]])}, batch_size=[1])
     >>> found = plan(batch, torch.tensor([[False, True, False]]), Rectangles, words=8)
@@ -166,6 +181,8 @@ def plan(
     (tensor([[5]]), {'input_ids': tensor([6])})
     """
     ids = batch["input_ids"]
+    if "logits" in needs:
+        check_room("logits of a micro-batch", ids.numel(), words, "give the trainer a smaller max_tokens=")
     of_rows = "rewards" in needs
     before = 0 if of_rows else 1  # how many tokens before a wanted one its hidden state lies
     ends = (wanted * torch.arange(1 - before, 1 - before + ids.shape[-1])).amax(-1)
@@ -187,6 +204,7 @@ def plan(
         rows=laid.rows,
         places=laid.places,
         targets=targets,
+        columns=columns_at(batch, needs, source),
         temperature=temperature,
         source=source // ids.shape[-1] if of_rows else source,
         shape=ids.shape[:-1] if of_rows else ids.shape,
@@ -194,6 +212,56 @@ def plan(
         computed=laid.computed,
         saved=laid.saved,
     )
+
+
+def columns_at(batch: Batch, needs: Collection[str], source: Tensor) -> dict[str, Tensor]:
+    """``[n, ...]``, the columns that functions of logits read, at some tokens of the flattened batch.
+
+    Args:
+        batch: has the columns, per token or per row.
+        needs: names of outputs, among them those with functions.
+        source: ``[n]`` int64.
+
+    Raises:
+        BatchError: a column is ragged.
+    """
+    columns, width = {}, batch["input_ids"].shape[-1]
+    for name in {column for need in needs if isinstance(need, LogitsOutput) for column in need.columns}:
+        value = batch[name]
+        kind = kind_of(name, value, batch.ndim, width, "from_logits")
+        if kind == "ragged":
+            raise BatchError(f"from_logits: the column '{name}' is ragged; give columns per token or per row")
+        per_token = kind == "token"
+        rows = value.flatten(0, batch.ndim) if per_token else value.flatten(0, batch.ndim - 1)
+        columns[name] = rows[source if per_token else source // width]
+    return columns
+
+
+LOGITS_BYTES = 8 * 2**30
+"""The most bytes that the logits of a micro-batch, or of a forward, may take in float32; a step holds several such."""
+
+
+def check_room(what: str, tokens: int, words: int, remedy: str) -> None:
+    """Check that logits of all tokens are not more than a device holds.
+
+    Args:
+        what: the logits, in the error.
+        tokens: their number, with padding.
+        words: of the model.
+        remedy: how to have fewer tokens.
+
+    Raises:
+        BatchError: they are more than `LOGITS_BYTES`.
+
+    >>> check_room("logits", 1024, 151_936, "give fewer rows")
+    """
+    size = 4 * tokens * words
+    if size > LOGITS_BYTES:
+        raise BatchError(
+            f"{what}: {tokens:,} tokens by {words:,} words take {size / 2**30:.1f} GiB, and at most "
+            f"{LOGITS_BYTES / 2**30:g} GiB are computed; {remedy}, or compute the numbers that are needed chunk by "
+            "chunk: @needs(nrl.algos.from_logits(fn))"
+        )
 
 
 def _check_known(column: str, tokens: Tensor, words: int) -> None:

@@ -87,9 +87,9 @@ class StepSums:
         """Call the loss on the outputs of a micro-batch; its gradient for each output.
 
         Args:
-            outputs: ``[*b, T]`` each, on the device.
+            outputs: ``[*b, T, ...]`` each, on the device.
             batch: their rows, on the device.
-            left_out: ``[k]`` int64, the places of the flattened outputs that have not been computed.
+            left_out: ``[k]`` int64, the tokens of the flattened batch whose outputs have not been computed.
         """
         found = value_and_grad(self._loss, self._name, outputs, batch, self._weights)
         if len(left_out):

@@ -4,9 +4,11 @@ The weight of each term of a loss is a function of the batch alone, so the drive
 outputs of zeros, before the first forward. The engine divides each micro-batch's total by it: sums all the way.
 """
 
+import contextlib
 import math
 import re
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nrl.algos import Loss, name_of, needed, output_shape
+from nrl.backends.training.shape_tensors import ShapeTensor
 from nrl.batch import Batch, microbatches, unchanged
 from nrl.batch.columns import COLUMNS
 from nrl.errors import MissingColumn, MissingOutput, WeightError
@@ -25,6 +28,7 @@ _RELATIVE = 1e-5
 """How far sums of weights in another order may differ, as a fraction."""
 
 _PLACES = 2**16  # entries of a column that a loss is called on at once: they stay in a processor's cache
+_NUMBERS = 2**24  # numbers of a large output that a loss is called on at once, if a row has no more: 64 MiB
 _EXACT = 2**24  # below it float32 has every whole number, so that sums of them are the same in any order
 
 _RESERVED = frozenset({"loss", "grad_norm", "lr", "tokens", "tokens/computed", "tokens/saved", "lag", "skipped"}) | {
@@ -81,18 +85,26 @@ LOGPROBS = frozenset({"logprobs"})
 
 
 def global_weights(
-    loss: Loss, batch: Batch, fill: float = 0.0, *, always: Collection[str] = LOGPROBS
+    loss: Loss,
+    batch: Batch,
+    fill: float = 0.0,
+    *,
+    always: Collection[str] = LOGPROBS,
+    widths: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, float]:
     """The weight of each term of ``loss`` over a whole batch, from calls on outputs that are all ``fill``.
 
     Weights add up over rows, so the loss is called on parts of the batch, with rows of like length. Where weights are
-    not whole numbers, their sum could depend on the order, and the loss is called once, on the whole batch.
+    not whole numbers, their sum could depend on the order, and the loss is called once, on the whole batch. A loss that
+    reads logits or hidden states gets outputs without numbers (`ShapeTensor`); if it cannot compute its weight with
+    these, it gets numbers for a few rows at a time.
 
     Args:
         loss: any.
         batch: the whole one.
         fill: the value of all outputs.
         always: outputs that every loss gets, in addition to those that it asks for.
+        widths: as `nrl.algos.output_shape` takes them.
 
     Raises:
         MissingColumn: the loss reads a column that the batch does not have.
@@ -104,19 +116,29 @@ def global_weights(
     >>> global_weights(sft_loss, batch)
     {'loss': 2.0}
     """
-    if batch["input_ids"].numel() > _PLACES:
+    needs = {*always, *needed(loss)}
+    large = [widths[output] for output in needs if output in widths]
+    if large:
+        with contextlib.suppress(Exception):  # a loss that looks at the numbers of its outputs gets some below
+            return _weights(loss, batch, {key: ShapeTensor(output_shape(key, batch, widths)) for key in needs})
+    most = _NUMBERS // max(large) if large else _PLACES
+    if batch["input_ids"].numel() > most:
         widest = batch["input_ids"][0].numel()
-        parts = microbatches(batch, max_tokens=max(widest, _PLACES))
-        found = [_weights(loss, part, fill, always) for part in parts]
+        parts = microbatches(batch, max_tokens=max(widest, most))
+        found = [_weights(loss, part, _filled(part, fill, needs, widths)) for part in parts]
         sums = {key: sum(weights.get(key, math.nan) for weights in found) for key in found[0]}
-        if all(x.is_integer() and abs(x) < _EXACT for weights in (*found, sums) for x in weights.values()):
+        exact = all(x.is_integer() and abs(x) < _EXACT for weights in (*found, sums) for x in weights.values())
+        if large or exact:
             return sums
-    return _weights(loss, batch, fill, always)
+    return _weights(loss, batch, _filled(batch, fill, needs, widths))
 
 
-def _weights(loss: Loss, batch: Batch, fill: float, always: Collection[str]) -> dict[str, float]:
+def _filled(batch: Batch, fill: float, needs: Collection[str], widths: Mapping[str, int]) -> dict[str, Tensor]:
     device = batch["input_ids"].device
-    outputs = {key: torch.full(output_shape(key, batch), fill, device=device) for key in {*always, *needed(loss)}}
+    return {key: torch.full(output_shape(key, batch, widths), fill, device=device) for key in needs}
+
+
+def _weights(loss: Loss, batch: Batch, outputs: Mapping[str, Tensor]) -> dict[str, float]:
     with torch.no_grad():
         return {key: float(term.weight) for key, term in called(loss, batch, outputs).items()}
 

@@ -13,7 +13,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from nrl.algos import Loss, name_of, needed
+from nrl.algos import LogitsOutput, Loss, name_of, needed
 from nrl.backends.base import Bucket, Model
 from nrl.backends.base import top_k as top_k_named
 from nrl.backends.engines import TrainEngine
@@ -32,7 +32,9 @@ from nrl.backends.training.before_step import (
 )
 from nrl.backends.training.determinism import refusing
 from nrl.backends.training.devices import PREFIX
+from nrl.backends.training.heads import LARGE
 from nrl.backends.training.law import check_law
+from nrl.backends.training.plans import check_room
 from nrl.backends.training.states import Params, TrainState
 from nrl.backends.training.terms import LOGPROBS, global_weights
 from nrl.backends.training.writers import all_written
@@ -211,10 +213,12 @@ class Trainer:
 
         Returns:
             A future for each name, of the shape of `nrl.algos.output_shape`. ``top_k(8)`` stands for ``top_k_ids`` and
-            ``top_k_logprobs``, each ``[*B, T, 8]``.
+            ``top_k_logprobs``, each ``[*B, T, 8]``. ``logits`` and ``hidden_states`` of all rows come to this program
+            whole, so give it few rows; `nrl.algos.from_logits` computes numbers for each token where the logits are.
 
         Raises:
             MissingOutput: the model does not compute one of them.
+            BatchError: the logits of these rows are more than 8 GiB.
 
         >>> import nrl
         >>> from nrl import data, tiny
@@ -230,8 +234,11 @@ class Trainer:
         values = self._borrow(params, who)
         params.check_whole(who)
         rows, shards = self._shards(batch)
-        likes = on_ranks.outputs_like(batch, needs)
-        fn = partial(on_ranks.forward, self._split, frozenset(needs), params.find)
+        widths = self._widths(needs)
+        if "logits" in needs:
+            check_room(f"{who}: logits", batch["input_ids"].numel(), widths["logits"], "give it fewer rows at a time")
+        likes = on_ranks.outputs_like(batch, needs, widths)
+        fn = partial(on_ranks.forward, self._split, frozenset(needs), widths, params.find)
         replies = self._call(who, fn, values, *shards, outs=(Out.each,) * len(likes))
         return {
             name: reply.then(partial(_in_order, who, rows), rows, like)
@@ -272,6 +279,15 @@ class Trainer:
         found: int | None = from_first(self.mesh, self.name, attrgetter("frozen_token"), self._engines)
         return found
 
+    def _widths(self, needs: Collection[str]) -> Mapping[str, int]:
+        """The sizes of the model's vocabulary and hidden states, if outputs are needed that depend on them."""
+        return self._all_widths if any(need in LARGE or isinstance(need, LogitsOutput) for need in needs) else {}
+
+    @cached_property
+    def _all_widths(self) -> dict[str, int]:
+        found: dict[str, int] = from_first(self.mesh, self.name, attrgetter("widths"), self._engines)
+        return found
+
     # --- steps
 
     def train_step(self, loss: Loss) -> TrainStep:
@@ -282,7 +298,7 @@ class Trainer:
         """
         who = f"train_step({name_of(loss)})"
         check_needs(who, needed(loss), self.provides, self.name)
-        always = self.provides & LOGPROBS
+        always, widths = self.provides & LOGPROBS, self._widths(needed(loss))
         checked = told = frozen = False
 
         def step(
@@ -296,8 +312,8 @@ class Trainer:
             values, params = state.handle.borrow(self, who), state.params
             check_sampled(who, here)
             with refusing(who):
-                weights = global_weights(loss, whole, always=always)
-                checked = checked or check_law(loss, whole, weights, always)
+                weights = global_weights(loss, whole, always=always, widths=widths)
+                checked = checked or check_law(loss, whole, weights, always, widths)
             metrics = lag(state.version, here)
             if any(weight == 0 for weight in weights.values()):
                 state.handle.donate(self, who)
@@ -305,7 +321,7 @@ class Trainer:
                 same = self._state(values, state.step, state.version, params.published, params.adapter_of)
                 return same, done(metrics)
             check_finite(who, here)
-            told = told or told_of_no_advantages(who, loss, here, always)
+            told = told or told_of_no_advantages(who, loss, here, always, widths)
             frozen = frozen or told_of_frozen_token(who, here, self._frozen_token)
             _, shards = self._shards(batch)
             # What stays the same from step to step is part of the function, which a process remembers

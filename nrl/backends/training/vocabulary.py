@@ -18,11 +18,18 @@ class VocabularyShard:
         start: the first of its words; the others follow it.
         most: the most words that one of the processes has, so that all cut their work alike.
         group: the processes that share the vocabulary, of ``torch.distributed``.
+        words: how many words all of them have together.
     """
 
     start: int
     most: int
     group: Any
+    words: int
+
+    def gather_logits(self, logits: Tensor) -> Tensor:
+        """``[n, V]``: the logits of all words, in every process."""
+        missing = (0, self.most - logits.shape[1])
+        return self._gathered(torch.nn.functional.pad(logits, missing))[:, : self.words]
 
     def log_softmax(self, logits: Tensor, out: Tensor) -> Tensor:
         """``[n, v]``, log-probabilities of the words here under the softmax over all; logits are used up.

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 import nrl
 from nrl import algos, tiny
-from nrl.algos import Loss, needs, sft_loss, token_mean
+from nrl.algos import Loss, from_logits, needs, sft_loss, token_mean
 from nrl.backends import Model, adamw
 from nrl.backends.base import Piece, top_k
 from nrl.backends.fsdp.torch_engine import TorchEngine
@@ -152,7 +152,43 @@ def not_finite(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
     return token_mean(-out["logprobs"] * scale, batch["loss_mask"]), {}
 
 
+def log_normalizer(logits: Tensor) -> Tensor:
+    return logits.logsumexp(-1)
+
+
+LOG_Z = from_logits(log_normalizer)
+
+
+@needs("logits", "hidden_states", LOG_Z)
+def large_outputs(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+    smooth = -out["logits"].log_softmax(-1).mean(-1) + out["hidden_states"].square().sum(-1)
+    return token_mean(smooth + out[LOG_Z].square(), batch["loss_mask"]), {}
+
+
+@attrs.frozen
+class Picky:
+    """A function of logits that raises where it sees the token 22: in a forward, or in the backward alone."""
+
+    backward: bool
+
+    def __call__(self, logits: Tensor, input_ids: Tensor) -> Tensor:
+        if (input_ids == 22).any() and logits.requires_grad == self.backward:
+            raise value_error()
+        return logits.logsumexp(-1)
+
+
+def of_picky(backward: bool) -> Loss:
+    output = from_logits(Picky(backward), "input_ids")
+
+    @needs(output)
+    def picky(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+        return token_mean(out[output], batch["loss_mask"]), {}
+
+    return picky
+
+
 LOSSES: dict[str, Loss] = {
+    "large outputs": large_outputs,
     "grpo": algos.grpo_loss,
     "sft": sft_loss,
     "dpo": algos.dpo_loss(0.1),
@@ -197,7 +233,7 @@ def train(mesh: DeviceMesh | None, loss: str, steps: int, **options: Any) -> tup
     state, numbers = made.init(), []
     for batch in batches(loss, steps):
         fn = LOSSES[loss]
-        state, metrics = made.train(state, fn, mine(mesh, batch), global_weights(fn, batch))
+        state, metrics = made.train(state, fn, mine(mesh, batch), global_weights(fn, batch, widths=made.widths))
         numbers.append(finalize(metrics))
     assert state.step == steps
     return numbers, everything(made, state)
@@ -257,7 +293,9 @@ def headed(mesh: DeviceMesh | None, head: Any) -> list[tuple[list[dict[str, floa
         for _ in range(2):
             state, metrics = made.train(state, fn, mine(mesh, batch), global_weights(fn, batch))
             numbers.append(finalize(metrics))
-        out = on_ranks.forward(split, frozenset({need}), on_ranks.of_state, made, state, nrl.shard(batch, size)[rank])
+        out = on_ranks.forward(
+            split, frozenset({need}), {}, on_ranks.of_state, made, state, nrl.shard(batch, size)[rank]
+        )
         found.append((numbers, everything(made, state), out))
     return found
 
@@ -300,6 +338,8 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("three", "two terms", {"model": Model(TINY_PARTS, dtype="float64")}),
     ("three", "everywhere", {"model": Model(CONFIGS["llama tied"], dtype="float64")}),
     ("two", "everywhere", {"model": Model(CONFIGS["qwen2 untied"], dtype="float64"), "packing": None}),
+    ("two", "large outputs", {"model": Model(QWEN3, dtype="float64")}),
+    ("three", "large outputs", {"model": Model(CONFIGS["phi, a head with a bias"], dtype="float64"), "packing": None}),
     ("three", "of some rows", {"model": Model(CONFIGS["phi, a head with a bias"], dtype="float64")}),
 ]
 
@@ -515,9 +555,10 @@ def attempt(mesh: DeviceMesh | None, loss: Loss, rank: int) -> tuple[type, str, 
     batch = batch_of([5, 9, 4, 7, 3, 8, 6, 5])
     ids = batch["input_ids"].clone()
     ids[ids == 22] = 1
-    ids[4 if rank else 0, 2] = 22
+    mask = batch["loss_mask"].clone()
+    ids[4 if rank else 0, 2], mask[4 if rank else 0, 2] = 22, True
     assigned = [[[0, 1], [2, 3]], [[4], [5], [6], [7]]]
-    bad, good = nrl.assign(batch, input_ids=ids), batch_of([5, 9, 4, 7, 3, 8, 6, 5], seed=1)
+    bad, good = nrl.assign(batch, input_ids=ids, loss_mask=mask), batch_of([5, 9, 4, 7, 3, 8, 6, 5], seed=1)
     made = engine(mesh)
     state = made.init()
     state, _ = made.train(state, sft_loss, cut(mesh, good, assigned), global_weights(sft_loss, good))
@@ -552,6 +593,22 @@ def test_an_error_of_a_loss_in_one_process_is_raised_in_all(
     for _, _, _, same, parts in answers:
         assert same
         assert_close(parts, weights, 1e-5)
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["in the forward", "in the backward"])
+def test_an_error_of_a_function_of_logits_in_one_process_is_raised_in_all(two: Processes, backward: bool) -> None:
+    _, _, _, _, weights = attempt(None, of_picky(backward), 1)
+    (kind, text, notes, *_), own = answers = two(attempt_picky, backward)
+    assert own[:3] == (ValueError, str(value_error()), [])
+    assert (kind, text) == (ValueError, str(value_error()))
+    assert notes == [f"train_step(picky): rank 1 of dp raised it: ValueError: {value_error()}"]
+    for _, _, _, same, parts in answers:
+        assert same
+        assert_close(parts, weights, 1e-5)
+
+
+def attempt_picky(mesh: DeviceMesh, backward: bool) -> Any:
+    return attempt(mesh, of_picky(backward), 1)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -669,7 +726,7 @@ def splitting(mesh: DeviceMesh | None) -> list[tuple[str, list[str]]]:
     batch, made, errors = batch_of([5, 9]), engine(mesh), []
     state, shard, split = made.init(), nrl.shard(batch, 2)[rank], partial(nrl.microbatches, max_tokens=8)
     for call in (
-        lambda: on_ranks.forward(split, LOGPROBS, on_ranks.of_state, made, state, shard),
+        lambda: on_ranks.forward(split, LOGPROBS, {}, on_ranks.of_state, made, state, shard),
         lambda: on_ranks.train(sft_loss, split, made, state, global_weights(sft_loss, batch), shard),
     ):
         with pytest.raises(BatchError) as caught:

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import pytest
 
-from nrl.backends.training.fused_logprobs import CHUNK_BYTES
+from nrl.backends.training.head_chunks import CHUNK_BYTES
 from nrl.plan.closed_megatron import closed_stages
 from nrl.plan.driven import Step
 from nrl.runtime import Layout

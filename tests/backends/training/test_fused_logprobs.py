@@ -8,7 +8,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nrl.backends.training.fused_logprobs import CHUNK_BYTES, KEEP_BYTES, linear_logprobs
+from nrl.backends.training.fused_logprobs import KEEP_BYTES, linear_logprobs
+from nrl.backends.training.head_chunks import CHUNK_BYTES
 from nrl.errors import BatchError, ConfigError, ModelError
 
 TOKENS, WIDTH, VOCABULARY = 11, 5, 7

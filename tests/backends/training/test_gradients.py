@@ -156,3 +156,28 @@ def test_other_outputs_are_looked_after_too() -> None:
 
     assert looks(loss, entropy=LOGPROBS.abs())
     assert not looks(sft_loss, entropy=LOGPROBS.abs())
+
+
+WIDE = torch.zeros(2, 4, 3).index_copy(1, torch.tensor([2]), torch.tensor([[[1.0, -2.0, 0.5]], [[0.0, 0.0, 0.0]]]))
+"""Logits of three words at a place that has been computed, and zeros elsewhere."""
+
+
+def of_logits(where: Tensor) -> Any:
+    """A loss that reads log-probabilities of words at some places; their mean over words is that of equal logits."""
+
+    @needs("logits")
+    def loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+        mean, _ = sft_loss(out, batch)
+        every = out["logits"].detach().log_softmax(-1).mean(-1)
+        return mean, {"smooth": Sum(torch.where(where, every, 0.0).sum())}
+
+    return loss
+
+
+def test_outputs_of_several_numbers_a_token_are_looked_after_token_by_token() -> None:
+    assert not looks(of_logits(MASK), logits=WIDE)
+    for place in PLACES.tolist():
+        elsewhere = torch.zeros(8, dtype=torch.bool)
+        elsewhere[place] = True
+        assert looks(of_logits(elsewhere.view(2, 4)), logits=WIDE)
+    assert not looks(of_logits(torch.tensor([[True], [True]]) & (torch.arange(4) == 0)), logits=WIDE)

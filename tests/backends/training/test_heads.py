@@ -211,13 +211,17 @@ def test_what_a_head_does_not_compute(slots: Slots) -> None:
     batch = batch_of(MIXED)
     with pytest.raises(MissingOutput, match=r"sft_loss reads logprobs, which only a model with head='lm' computes"):
         critic.train_step(sft_loss)(critic.init(), batch)
-    with pytest.raises(MissingOutput, match=r"logprobs: it needs logprobs, and fsdp.trainer \d+ provides values; anot"):
+    with pytest.raises(
+        MissingOutput, match=r"logprobs: it needs logprobs, and fsdp.trainer \d+ provides hidden_states, values; ano"
+    ):
         critic.logprobs(critic.load(), batch)
-    with pytest.raises(MissingOutput, match=r"top_k: it needs top_k\(2\), and fsdp.trainer \d+ provides values"):
+    with pytest.raises(
+        MissingOutput, match=r"top_k: it needs top_k\(2\), and fsdp.trainer \d+ provides hidden_states, values"
+    ):
         critic.top_k(critic.load(), batch, 2)
-    with pytest.raises(MissingOutput, match=r"forward: it needs entropy, logprobs, and fsdp.trainer \d+ provides val"):
+    with pytest.raises(MissingOutput, match=r"forward: it needs entropy, logprobs, and fsdp.trainer \d+ provides hid"):
         critic.forward(critic.load(), batch, {"logprobs", "values", "entropy"})
-    with pytest.raises(MissingOutput, match=r"train_step\(value_loss\): it needs values, and .* provides entropy, log"):
+    with pytest.raises(MissingOutput, match=r"train_step\(value_loss\): it needs values, and .* provides entropy, fro"):
         policy.train_step(value_loss())
     with pytest.raises(MissingOutput, match=r"rewards: it needs rewards, and .* provides entropy"):
         policy.rewards(policy.load(), batch)
@@ -250,7 +254,7 @@ def test_every_output_is_a_forward(slots: Slots, monkeypatch: pytest.MonkeyPatch
     calls.clear()
     for head, name in [("value", "values"), ("reward", "rewards")]:
         trainer = trainer_of(slots[:1], QWEN3, head)
-        assert trainer.provides == {name}
+        assert trainer.provides - {"hidden_states"} == {name}
         getattr(trainer, name)(trainer.load(), batch)
         assert calls.pop() == ({name}, {name})
     nrl.evaluate(sft_loss, policy, params, nrl.assign(batch, loss_mask=batch["attention_mask"]))

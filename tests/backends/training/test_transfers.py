@@ -65,7 +65,7 @@ def test_what_no_buffer_holds_travels_beside_it() -> None:
 
 def test_a_plan_stays_a_plan() -> None:
     ids = torch.tensor([[1, 2]])
-    plan = Plan({"input_ids": ids}, None, ids[0], {"input_ids": ids[0]}, None, ids[0], torch.Size([1, 2]))
+    plan = Plan({"input_ids": ids}, None, ids[0], {"input_ids": ids[0]}, {}, None, ids[0], torch.Size([1, 2]))
     there = to_device(plan, torch.device("meta"))
     assert isinstance(there, Plan)
     assert there.shape.numel() == 2  # a `torch.Size`, not a tuple

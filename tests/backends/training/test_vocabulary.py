@@ -34,7 +34,7 @@ def computed(mesh: DeviceMesh | None, words: int, chunk: int | None) -> dict[str
     bias, shard = torch.linspace(-1, 1, words), None
     if mesh is not None:
         most, rank = -(-words // 2), mesh["dp"].get_local_rank()
-        shard = VocabularyShard(rank * most, most, mesh["dp"].get_group())
+        shard = VocabularyShard(rank * most, most, mesh["dp"].get_group(), words)
         weight, bias = (x[rank * most : (rank + 1) * most].clone() for x in (weight, bias))
     leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
     logprobs, entropy = linear_logprobs(
@@ -64,7 +64,7 @@ def test_two_processes_have_the_numbers_of_one(two: Processes, words: int, chunk
 
 def too_many(mesh: DeviceMesh) -> str:
     hidden, weight, *_ = given(5)
-    shard = VocabularyShard(5 * mesh["dp"].get_local_rank(), 5, mesh["dp"].get_group())
+    shard = VocabularyShard(5 * mesh["dp"].get_local_rank(), 5, mesh["dp"].get_group(), 10)
     with pytest.raises(ConfigError) as caught:
         linear_top_k(hidden, weight, 11, shard=shard)
     return str(caught.value)
