@@ -13,6 +13,7 @@ from typing import TextIO
 from nrl.command.gym.head import application, serving
 from nrl.command.gym.replicas import seconds
 from nrl.command.gym.supervising import Supervisor, listen
+from nrl.envs.gym.front import allowed_hosts
 from nrl.envs.gym_config.places import Place, told
 from nrl.envs.gym_config.servers import EnvironmentServer, Gym, gym
 from nrl.log.redaction import keep_secret, redact
@@ -82,9 +83,9 @@ async def _run(made: Gym) -> int:
         status = _heed(supervisor)
         place = Place(url, token, os.getpid(), tuple(map(str, made.files)))
         with told(place):
-            head = asyncio.create_task(
-                serving(application(supervisor.shown, supervisor.is_ready, of_head), listening, ended)
-            )
+            hosts = allowed_hosts(host, made.head_server.hosts, secured=of_head is not None)
+            app = application(supervisor.shown, supervisor.is_ready, of_head)
+            head = asyncio.create_task(serving(app, listening, ended, hosts))
             try:
                 await supervisor.start()
                 if supervisor.ready.is_set():

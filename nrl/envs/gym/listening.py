@@ -6,13 +6,13 @@ import os
 import resource
 import socket
 from asyncio import TimerHandle, Transport
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, cast
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from nrl.envs.gym.once import Refused
+from nrl.envs.gym.front import Application, error_body, guarded
 from nrl.runtime.ports import first_free
 
 __all__ = ["SLOWEST", "Listener", "listening", "many_files"]
@@ -22,6 +22,7 @@ SLOWEST = 30.0
 _HEADERS = 2**16  # bytes that they may have
 _WAITING = 64  # requests of a connection that may wait for the one before
 _BACKLOG = 16_384  # connections that may wait to be taken
+_CONNECTIONS = 20_000  # at a time, where the limit of open files allows as many
 
 
 def listening(host: str, port: int, who: str) -> socket.socket:
@@ -118,17 +119,30 @@ class _Bounded(HttpToolsProtocol):
     _refused = _stopping = False
     _why = ""
     _lingering: _Lingering
+    _answered: RequestResponseCycle | None = None  # the request that is answered now
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         self._lingering = _Lingering(transport, self.loop, self._sending)
         super().connection_made(cast(Transport, self._lingering))
         self._late = self.loop.call_later(SLOWEST, self._end)
+        most = cast(_Config, self.config).connections
+        if len(self.connections) > most:
+            self._refuse(b"503 Service Unavailable", f"there are {most} connections already; close some, or come again")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._in_time()
         self._is_read()
         self._lingering.end()
+        if self._answered is not None and not self._answered.response_complete:
+            # The base class tells only the newest of several pipelined requests that their client has left
+            self._answered.disconnected = True
+            self._answered.message_event.set()
+        self.pipeline.clear()
         super().connection_lost(exc)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
 
     def _sending(self) -> bool:
         """Whether its client may be sending more."""
@@ -185,7 +199,7 @@ class _Bounded(HttpToolsProtocol):
 
     def _refuse(self, status: bytes, why: str) -> None:
         self._refused = True
-        said = Refused(int(status[:3]), "invalid", why).body
+        said = error_body(int(status[:3]), "busy" if status.startswith(b"503") else "invalid", why)
         self.transport.write(
             b"HTTP/1.1 %b\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
             % (status, len(said), said)
@@ -219,36 +233,48 @@ class _Bounded(HttpToolsProtocol):
             self._late = None
 
 
+class _Config(uvicorn.Config):
+    """The configuration of a listener; ``connections`` may be there at a time."""
+
+    connections = _CONNECTIONS
+
+
 class Listener(uvicorn.Server):
     """Answers on a socket until `stop`.
 
     Args:
         application: of ASGI.
         grace: seconds that it has for what is under way when it stops.
+        hosts: names by which it may be asked, as `nrl.envs.gym.front.allowed_hosts` gives them; None: any.
         ending: called when it is to stop.
     """
 
     def __init__(
-        self, application: Callable[..., Awaitable[None]], grace: float, ending: Callable[[], Any] = lambda: None
+        self,
+        application: Application,
+        grace: float,
+        hosts: Collection[str] | None,
+        ending: Callable[[], Any] = lambda: None,
     ) -> None:
         self._ending = ending
-        super().__init__(
-            uvicorn.Config(
-                application,
-                http=_Bounded,
-                ws="none",
-                lifespan="off",
-                interface="asgi3",
-                access_log=False,
-                log_level="error",
-                proxy_headers=False,
-                server_header=False,
-                date_header=False,
-                timeout_keep_alive=75,
-                timeout_graceful_shutdown=max(1, round(grace)),
-                backlog=_BACKLOG,
-            )
+        config = _Config(
+            guarded(application, hosts),
+            http=_Bounded,
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            access_log=False,
+            log_level="error",
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=max(1, round(grace)),
+            backlog=_BACKLOG,
         )
+        files = many_files()  # of which some are left for what user code opens
+        config.connections = min(_CONNECTIONS, files - max(32, files // 4))
+        super().__init__(config)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
