@@ -14,7 +14,7 @@ from msgspec.json import Decoder
 
 from nrl.envs.contract import TRAINED, is_env, judges_group, score_of
 from nrl.envs.endpoint import responses
-from nrl.envs.endpoint.asked import Unusable
+from nrl.envs.endpoint.fields import Unusable
 from nrl.envs.gym import records
 from nrl.envs.gym.application import CONTAINERS, FINE, Bodies, routed, routes
 from nrl.envs.gym.front import Application, Headers, Receive, Send

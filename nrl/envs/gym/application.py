@@ -32,6 +32,7 @@ CONTAINERS = 2**18
 FINE = b'{"status":"ok"}'
 """A `Health`."""
 
+
 class Health(msgspec.Struct):
     """A server is there; of ``/ready``: it is ready."""
 

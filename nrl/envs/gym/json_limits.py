@@ -12,7 +12,9 @@ _TOKENS = re.compile(rb'"[^"]*+"?|[][{},]')
 _MOST_TOKENS = 2**22  # texts, brackets and commas; looking at as many takes about a second
 
 
-def check_json(body: bytes | bytearray, *, containers: int, depth: int | None = None, values: int | None = None) -> None:
+def check_json(
+    body: bytes | bytearray, *, containers: int, depth: int | None = None, values: int | None = None
+) -> None:
     """Refuse JSON that would fill the memory or the stack when it is read: two bytes may become a hundred.
 
     Args:
@@ -30,7 +32,9 @@ def check_json(body: bytes | bytearray, *, containers: int, depth: int | None = 
     ValueError: the JSON is nested more than 128 deep; send it flatter
     """
     opened = body.count(b"[") + body.count(b"{")
-    if opened <= (containers if depth is None else min(depth, containers)) and (values is None or opened + body.count(b",") <= values):
+    if opened <= (containers if depth is None else min(depth, containers)) and (
+        values is None or opened + body.count(b",") <= values
+    ):
         return
     # Brackets within texts count for nothing. Escapes are left out first, so that a text ends at its next quote
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
