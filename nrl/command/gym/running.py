@@ -29,6 +29,7 @@ Start the servers of a gym, wait until all are ready, start again those that die
     environment: NAME             one that ships, FILE.py:NAME or MODULE:NAME; options: a mapping; lease: seconds
                                   that a session may be silent (60); most: calls and sessions of a replica (20000);
                                   largest: bytes of a request (2^26); auth: none, if it asks for no token;
+                                  hosts: further names by which clients may ask;
                                   protocol: nemo_gym, for NeMo Gym's agents;
                                   workers: processes that make its calls, on the Ray cluster if there is one
     command: [WORD, ...]          any program that serves HTTP; {host} and {port} are put in; ready: its path (/health)
