@@ -50,7 +50,7 @@ class Server:
         with contextlib.suppress(*GONE), self.connect(seconds) as connection:
             sending = threading.Thread(target=_send, args=(connection, sent), daemon=True)
             sending.start()
-            return _reply(connection, began)
+            return _reply(connection, began, has_body=not sent.startswith(b"HEAD "))
         return Reply(0, {}, b"", time.monotonic() - began)
 
     @contextlib.contextmanager
@@ -78,7 +78,7 @@ def _send(connection: socket.socket, sent: bytes) -> None:
         connection.sendall(sent)
 
 
-def _reply(connection: socket.socket, began: float) -> Reply:
+def _reply(connection: socket.socket, began: float, *, has_body: bool) -> Reply:
     found = b""
     while b"\r\n\r\n" not in found and (more := connection.recv(65536)):
         found += more
@@ -87,7 +87,7 @@ def _reply(connection: socket.socket, began: float) -> Reply:
         return Reply(0, {}, b"", time.monotonic() - began)
     first, *lines = head.decode("latin-1").split("\r\n")
     headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
-    while len(body) < int(headers.get("content-length", 0)) and (more := connection.recv(65536)):
+    while has_body and len(body) < int(headers.get("content-length", 0)) and (more := connection.recv(65536)):
         body += more
     return Reply(int(first.split()[1]), headers, body, time.monotonic() - began)
 

@@ -31,6 +31,7 @@ DEPTH = 128
 VALUES = 100_000
 """Values of a request, and of such arguments."""
 _TOOLS = 1024  # OpenAI allows 128
+_LONGEST = 2**20  # characters of the arguments of a call; longer ones stay a text
 
 
 def wrong_type(error: Exception) -> Unusable:
@@ -111,8 +112,9 @@ def chat_tools(tools: Any) -> list[dict[str, Any]]:
     [{'type': 'function', 'function': {'name': 'add', 'parameters': {'type': 'object'}}}]
     """
     found = []
-    check_length("tools", list(tools) if isinstance(tools, tuple) else tools or [], _TOOLS)
-    for tool in tools or ():
+    tools = [] if tools is None else list(tools) if isinstance(tools, tuple) else tools
+    check_length("tools", tools, _TOOLS)
+    for tool in tools:
         kind = tool.get("type") if isinstance(tool, Mapping) else type(tool).__name__
         function = tool.get("function", tool) if kind == "function" else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -132,6 +134,8 @@ def arguments_of(text: Any) -> Any:
     ({'a': 2}, 'a=2')
     """
     if not isinstance(text, str):
+        return text
+    if len(text) > _LONGEST:
         return text
     try:
         check_json(text.encode(errors="surrogatepass"), containers=VALUES, depth=DEPTH, values=VALUES)

@@ -37,7 +37,7 @@ def check_json(
     ):
         return
     # Brackets within texts count for nothing. Escapes are left out first, so that a text ends at its next quote
-    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
     level = inside = commas = 0
     for number, token in enumerate(_TOKENS.finditer(plain)):
         if number > _MOST_TOKENS:

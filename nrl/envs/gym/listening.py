@@ -21,6 +21,7 @@ SLOWEST = 30.0
 """Seconds in which a request has to have arrived, and some of an answer, or why there is none, to be read."""
 _HEADERS = 2**16  # bytes that they may have
 _WAITING = 64  # requests of a connection that may wait for the one before
+_DROPPED = 2**27  # bytes that are read for nothing, of a client that goes on sending though it was refused
 _BACKLOG = 16_384  # connections that may wait to be taken
 _CONNECTIONS = 20_000  # at a time, where the limit of open files allows as many
 
@@ -77,6 +78,7 @@ class _Lingering:
     def __init__(self, own: Transport, loop: asyncio.AbstractEventLoop, unread: Callable[[], bool]) -> None:
         self._own, self._loop, self._unread = own, loop, unread
         self.ending: TimerHandle | None = None
+        self._dropped = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)
@@ -97,6 +99,12 @@ class _Lingering:
         self.ending = self._loop.call_later(SLOWEST, self._own.abort)
         self._own.write_eof()
         self._own.resume_reading()
+
+    def drop(self, size: int) -> None:
+        """Count what has come and is not looked at; more than enough of it ends the connection."""
+        self._dropped += size
+        if self._dropped > _DROPPED:
+            self._own.abort()
 
     def end(self) -> None:
         """Read nothing more."""
@@ -155,6 +163,7 @@ class _Bounded(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._lingering.ending is not None:
+            self._lingering.drop(len(data))
             return
         before, self._of_body = self.cycle, False
         super().data_received(data)
