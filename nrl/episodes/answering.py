@@ -23,13 +23,12 @@ from nrl.envs.endpoint.chat_completions import read
 from nrl.envs.endpoint.fields import Unusable
 from nrl.envs.endpoint.sessions import KeptConversations
 from nrl.episodes.conversations import Conversation
+from nrl.episodes.lengths import least_tokens
 from nrl.episodes.requests import Limits, shortened
 from nrl.errors import ClusterError, DataError, DeadlineExceeded, GenerationError, LostRequest, ModelError
 from nrl.runtime.threads import Daemons
 
 __all__ = ["Answers"]
-
-_PROBED = 8  # characters a token; of a longer text this much of the context is encoded first
 
 
 class Answers:
@@ -88,6 +87,7 @@ class Answers:
         of = self._sampler.tokenizer
         if isinstance(body, Mapping) and isinstance(body.get("prompt"), str):
             self._check([body["prompt"]])
+            self._check_least(body["prompt"])
             tokens = encode(body["prompt"], of)
         else:
             try:
@@ -100,22 +100,22 @@ class Answers:
     def _check(self, texts: Sequence[str]) -> None:
         """Refuse what cannot fit into the context, before it is encoded, which takes a second a megabyte."""
         length = self._sampler.context_length
-        characters, probed = sum(map(len, texts)), _PROBED * length
-        found = f"{characters} characters" if characters > self._most else ""
-        if not found and characters > probed:
-            tokens = sum(len(encode(text[:probed], self._sampler.tokenizer)) for text in texts if len(text) > probed)
-            found = f"more than {length} tokens" if tokens > length else ""
-        if found:
-            raise Unusable(
-                f"the request has {found}, which do not fit into the {length} tokens of the context of this model; ask "
-                "something shorter",
-                "context_length_exceeded",
-            )
+        characters = sum(map(len, texts))
+        if characters > self._most:
+            raise _too_long(f"{characters} characters, which do not fit into the {length} tokens of")
+
+    def _check_least(self, request: Any) -> None:
+        """Refuse what does not fit, as a part of it shows."""
+        length = self._sampler.context_length
+        if least := least_tokens(request, self._sampler.tokenizer, length):
+            raise _too_long(f"more than {least} tokens, which do not fit into the {length} of")
 
     def _prompt(self, asked: Asked) -> tuple[Conversation, list[int]]:
         self._check([message["content"] for message in asked.messages])
+        request = as_request(attrs.evolve(asked, ids=True), [])
+        self._check_least(request)
         try:
-            chat = Conversation(as_request(attrs.evolve(asked, ids=True), []), (), self._sampler.tokenizer)
+            chat = Conversation(request, (), self._sampler.tokenizer)
             return chat, chat.asked(render)
         except (DataError, ModelError) as error:
             raise Unusable(str(error)) from None
@@ -162,6 +162,11 @@ class Answers:
             return limits.of(attrs.evolve(self._sampler.sampling, **own, max_new_tokens=longest)), seed
         except ValueError as error:
             raise Unusable(str(error)) from None
+
+
+def _too_long(found: str) -> Unusable:
+    message = f"the request has {found} the context of this model; ask something shorter"
+    return Unusable(message, "context_length_exceeded")
 
 
 @attrs.define(eq=False)

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -48,13 +47,13 @@ class Target(NamedTuple):
 
     def body(self, **fields: Any) -> bytes:
         """A request that is answered but for these fields."""
-        own: Any = {"session": "a", "task": {}} if self.kind == "gym" else CHAT
+        own: Any = {"task": {"answer": "4"}, "trace": {"turns": ["4"]}} if self.kind == "gym" else CHAT
         return json.dumps({**own, **fields}).encode()
 
     def raw(self, field: str, value: bytes) -> bytes:
         """The same with a field as it is written."""
         if self.kind == "gym":
-            return b'{"session":"a","task":{"%s":%s}}' % (field.encode(), value)
+            return b'{"trace":{"turns":["4"]},"task":{"answer":"4","%s":%s}}' % (field.encode(), value)
         return self.body()[:-1] + b',"%s":%s}' % (field.encode(), value)
 
     def ask(self, body: bytes, seconds: float = 30.0, **headers: str) -> Reply:
@@ -80,10 +79,11 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         command = [sys.executable, "-c", ENDPOINT]
     else:
         command = [sys.executable, "-m", "nrl.envs.gym.process"]
-        order = json.dumps({"environment": "tic_tac_toe", "token": KEY}).encode() + b"\n"
+        order = json.dumps({"environment": "exact", "token": KEY, "largest": 2**24}).encode() + b"\n"
     with log.open("w") as errors:
         process = subprocess.Popen(command, stdin=-1, stdout=-1, stderr=errors, text=True)
-    assert process.stdin is not None and process.stdout is not None
+    assert process.stdin is not None
+    assert process.stdout is not None
     process.stdin.write(order.decode())
     process.stdin.flush()
     said = next((line for line in process.stdout if "http://" in line), "")
@@ -95,7 +95,7 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     elif kind == "serve":
         yield Target(kind, server, "/v1/chat/completions", "", "/v1/chat/completions")
     else:
-        yield Target(kind, server, "/reset", KEY, "/reset")
+        yield Target(kind, server, "/verify", KEY, "/verify")
     process.terminate()
     process.stdin.close()
     try:
@@ -129,7 +129,10 @@ BODIES: dict[str, Any] = {
     "60 MB of {}, in a list": lambda of: b"[" + b"{}," * MANY + b"{}]",
     "60 MB of {}, in a field": lambda of: of.raw("metadata", b"[" + b"{}," * MANY + b"{}]"),
     "7 MB of {}, in a field": lambda of: of.raw("metadata", b"[" + b"{}," * 2_300_000 + b"{}]"),
-    "7 MB of numbers": lambda of: of.raw("metadata", b"[" + b"300," * 1_700_000 + b"1]"),
+    # Numbers are what a gym's requests have many of
+    "7 MB of numbers": lambda of: of.raw(
+        "metadata", b"[" + b"300," * (10**6 if of.kind == "gym" else 1_700_000) + b"1]"
+    ),
     "7 MB of texts": lambda of: of.raw("metadata", b"[" + b'"",' * 2_300_000 + b"1]"),
     "7 MB of keys": lambda of: of.raw("metadata", b'{"a":1,' * 1_000_000 + b'"b":1}'),
     "brackets": lambda of: of.raw("metadata", b"[" * 5_000_000),

@@ -104,7 +104,8 @@ def called(path: str, body: Any = None, method: str = "POST", **headers: str) ->
 def test_what_is_refused_before_the_body_is_read(path: str, headers: dict[str, str], status: int) -> None:
     found, shown, reply = called(path, **headers)
     assert found == status
-    assert reply["error"]["message"] and reply["error"]["type"] == "invalid_request_error"
+    assert reply["error"]["message"]
+    assert reply["error"]["type"] == "invalid_request_error"
     assert (b"allow" in shown) == (status == 405)
     assert (b"www-authenticate" in shown) == (status == 401)
 

@@ -54,7 +54,7 @@ def test_a_server_with_a_token_for_other_machines_is_known_by_any_name() -> None
 
 def test_json_is_bounded_by_what_it_becomes() -> None:
     for body in (b"[" + b"{}," * 1000 + b"{}]", b"[" + b"1," * 1000 + b"1]", b'["' + b'","' * 1000 + b'"]'):
-        with pytest.raises(ValueError, match="more than 500 values"):
+        with pytest.raises(ValueError, match="more than (500 values|1000 texts)"):
             check_json(body, containers=5000, values=500)
     for text in (b"{" * 1000, b'\\"[' * 1000, b"\\\\", b",[" * 1000):
         check_json(b'{"a":"' + text + b'"}', containers=2, depth=1, values=9)
@@ -148,7 +148,7 @@ def test_more_connections_than_there_may_be_are_told_so(monkeypatch: pytest.Monk
         host, port = server.url.removeprefix("http://").split(":")
         address = (host, int(port))
         with socket.create_connection(address, 30), socket.create_connection(address, 30):
-            with socket.create_connection(address, 30) as third:
-                assert third.recv(65536).startswith(b"HTTP/1.1 503 ")
-                third.shutdown(socket.SHUT_WR)
+            third = socket.create_connection(address, 30)
+            assert third.recv(65536).startswith(b"HTTP/1.1 503 ")
+            third.close()
         assert nrl.remote(server) is not None  # there is room again
