@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -382,3 +383,31 @@ def test_an_answer_that_is_not_read_is_no_burden(target: Target) -> None:
         time.sleep(5.0)
         replies.append(target.ask(target.body()))
         assert replies[0].status == 200
+
+
+def test_open_files_that_are_used_up_end_what_is_too_much_and_nothing_else(tmp_path: Path) -> None:
+    order = json.dumps({"environment": "exact"}) + "\n"
+    command = ["bash", "-c", f"ulimit -n 160; exec {sys.executable} -m nrl.envs.gym.process"]
+    with (tmp_path / "stderr").open("w") as errors:
+        process = subprocess.Popen(command, stdin=-1, stdout=-1, stderr=errors, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(order)
+    process.stdin.flush()
+    server = Server(process, process.stdout.readline(), tmp_path / "stderr")
+    try:
+        with contextlib.ExitStack() as stack:
+            for _ in range(400):
+                stack.enter_context(server.connect())
+            time.sleep(0.5)
+            before = server.cpu_seconds()
+            time.sleep(1.0)
+            assert server.cpu_seconds() - before < 0.3
+        time.sleep(0.5)
+        assert server.ask(request("/health", method="GET")).status == 200
+        assert "Traceback" not in server.log.read_text()
+    finally:
+        process.terminate()
+        process.stdin.close()
+        process.wait(30)
+        process.stdout.close()

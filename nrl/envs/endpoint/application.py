@@ -27,7 +27,7 @@ _PATH = re.compile(r"(?:/s/([^/]+))?(?:/v1)?/(chat/completions|responses|models|
 LARGEST = 2**23
 """Bytes of a request: a context of a million tokens, and more."""
 _ARRIVING = 2**25  # bytes of all requests that arrive at a time
-_UNDER_WAY = 2**30  # bytes of all requests that wait for an answer
+_UNDER_WAY = 2**32  # bytes of all requests that wait for an answer
 _APIS: Mapping[str, Any] = {"chat/completions": chat_completions, "responses": responses}
 
 
