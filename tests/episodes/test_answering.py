@@ -9,7 +9,8 @@ import pytest
 
 import nrl
 from nrl.backends.engines import GIVEN_UP
-from nrl.envs.endpoint.asked import Asked, Unusable, call_id, said_by
+from nrl.envs.endpoint.asked import Asked, call_id, said_by
+from nrl.envs.endpoint.fields import Unusable
 from nrl.episodes.answering import Answers
 from tests.envs.endpoint.driving import Says, turn
 

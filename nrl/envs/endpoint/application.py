@@ -18,6 +18,7 @@ from nrl.envs.gym.application import Bodies
 from nrl.envs.gym.front import Application, Headers, Receive, Send
 from nrl.envs.gym.json_limits import StrangeNumber, check_json, read_json
 from nrl.envs.gym.once import Refused
+from nrl.log.redaction import redact
 
 __all__ = ["LARGEST", "SESSION", "Answering", "application"]
 
@@ -220,7 +221,7 @@ async def _refuse(send: Send, error: Unusable, more: Sequence[tuple[bytes, bytes
         headers.append((b"www-authenticate", b"Bearer"))
     if isinstance(error, _WrongMethod):
         headers.append((b"allow", b"GET, HEAD" if error.known == "GET" else error.known.encode()))
-    text = str(error).encode("utf-8", "backslashreplace").decode()
+    text = redact(str(error).encode("utf-8", "backslashreplace").decode())
     said = {"message": text, "type": kind, "param": error.param, "code": error.code}
     await _send(send, msgspec.json.encode({"error": said}), error.status, headers)
 

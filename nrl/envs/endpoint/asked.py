@@ -14,7 +14,6 @@ __all__ = [
     "DEPTH",
     "VALUES",
     "Asked",
-    "Unusable",
     "arguments_of",
     "as_request",
     "call_id",
