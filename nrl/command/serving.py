@@ -115,7 +115,8 @@ def main(cfg: Serving, ready: Callable[[str], Any] = print) -> None:
 
         async def serve() -> None:
             hosts = allowed_hosts(cfg.host, cfg.hosts, secured=token is not None)
-            listener = Listener(application(known, name, largest=cfg.largest), _GRACE, hosts)
+            aliases = [] if cfg.name else [Path(cfg.model).name]  # a folder is known by its own name, too
+            listener = Listener(application(known, name, aliases=aliases, largest=cfg.largest), _GRACE, hosts)
             for each in (signal.SIGINT, signal.SIGTERM):
                 with suppress(ValueError, NotImplementedError, RuntimeError):  # in another thread than the main one
                     asyncio.get_running_loop().add_signal_handler(each, stop, listener)

@@ -3,7 +3,7 @@
 import asyncio
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import attrs
@@ -57,6 +57,7 @@ def application(
     find: Callable[[str], Answering | None],
     model: str,
     *,
+    aliases: Collection[str] = (),
     largest: int = LARGEST,
     by_metadata: Callable[[str], bool] = lambda key: False,
 ) -> Application:
@@ -65,11 +66,16 @@ def application(
     Args:
         find: the session of a name, which stands in the path (``/s/NAME/v1/...``) or is the API key.
         model: the name that the endpoint gives it.
+        aliases: other names by which it may be asked for.
         largest: bytes that a request may have.
         by_metadata: whether who has a key may name the session in a request's ``metadata`` instead, under `SESSION`.
     """
     listed = {"id": model, "object": "model", "created": 0, "owned_by": "nrl"}
     bodies = Bodies(largest, _ARRIVING, _UNDER_WAY)
+
+    def check_model(name: str) -> None:
+        if name not in ("", model, *aliases):
+            raise Unusable(f"there is no model {name!r:.80}; it is {model!r}", "model_not_found", 404, "model")
 
     async def serve(scope: Any, receive: Receive, send: Send) -> None:
         headers: Headers = scope.get("nrl.headers") or Headers(scope["headers"])
@@ -104,8 +110,7 @@ def application(
             raise _unknown()
         if found[2] == "models":
             assert session is not None
-            if found[3] not in (None, f"/{model}"):
-                raise _no_model(found[3][1:], model)
+            check_model(found[3][1:] if found[3] else "")
             await _send(send, msgspec.json.encode(listed if found[3] else {"object": "list", "data": [listed]}))
             return
         body, held = await bodies.read(receive, headers)
@@ -116,7 +121,7 @@ def application(
             if session is None:
                 raise _unknown()
             if found[2] == "tokenize":
-                _check_model(request, model)
+                check_model(_model_of(request))
                 await _send(send, msgspec.json.encode(await asyncio.to_thread(session.tokenize, request)))
             else:
                 await asked(_APIS[found[2]], session, request, receive, send)
@@ -124,7 +129,7 @@ def application(
             bodies.held -= held
 
     async def asked(api: Any, session: Answering, body: Any, receive: Receive, send: Send) -> None:
-        _check_model(body, model)
+        check_model(_model_of(body))
         read = _read(api, body, session)
         asked = attrs.evolve(read, ids=read.ids or session.ids, model=read.model or model)
         left = asyncio.ensure_future(receive())  # which comes when the client leaves
@@ -176,14 +181,8 @@ class _WrongMethod(Unusable):
         self.known = known
 
 
-def _check_model(body: Any, model: str) -> None:
-    asked = text_of(body, "model") if isinstance(body, Mapping) else ""
-    if asked not in ("", model):
-        raise _no_model(asked, model)
-
-
-def _no_model(asked: str, model: str) -> Unusable:
-    return Unusable(f"there is no model {asked!r:.80}; it is {model!r}", "model_not_found", 404, "model")
+def _model_of(body: Any) -> str:
+    return text_of(body, "model") if isinstance(body, Mapping) else ""
 
 
 def _unknown() -> Unusable:
