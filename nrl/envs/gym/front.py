@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import ipaddress
 import socket
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from typing import Any
 
 import msgspec
@@ -24,7 +24,7 @@ _SHORT = 2**15  # bytes of a body that a connection may read and forget
 
 type Receive = Callable[[], Awaitable[dict[str, Any]]]
 type Send = Callable[[dict[str, Any]], Awaitable[None]]
-type Application = Callable[[Any, Receive, Send], Awaitable[None]]
+type Application = Callable[[Any, Receive, Send], Coroutine[Any, Any, None]]
 
 
 class Headers:
