@@ -1,6 +1,7 @@
 """The protocols that authors of backends implement: an engine that trains, and one that samples."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -14,7 +15,14 @@ from nrl.batch import Batch
 from nrl.files import Folder
 from nrl.reduce import Metrics
 
-__all__ = ["Decoded", "Receives", "Request", "SampleEngine", "TrainEngine"]
+__all__ = ["GIVEN_UP", "Decoded", "Receives", "Request", "SampleEngine", "TrainEngine"]
+
+
+GIVEN_UP: ContextVar[Callable[[], Sequence[bool]] | None] = ContextVar("GIVEN_UP", default=None)
+"""Tells an engine in this thread which prompts of the call under way nobody waits for any more, in their order.
+
+An engine that decodes a whole call at once may stop those rows; what it answers to them is not read.
+"""
 
 
 class Receives(Protocol):

@@ -103,6 +103,11 @@ def _serve(given: argparse.Namespace) -> None:
     from nrl import config
     from nrl.command import serving
 
+    if any(setting.startswith("token=") for setting in given.settings):
+        raise ConfigError(
+            "serve: every user of this machine can read token=... in its list of processes; write the key into a file "
+            "and give token_file=FILE, or set NRL_SERVE_TOKEN"
+        )
     named = _named("model", given.settings)
     serving.main(config.load(serving.Serving, named, program="nrl serve MODEL", caller="serve"))
 

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any, Literal
 
 import attrs
@@ -15,11 +16,13 @@ import uvloop
 
 from nrl.backends import Model, Sampling
 from nrl.command.evaluation import exported, sampler_of
-from nrl.envs.endpoint.application import application
-from nrl.envs.gym.listening import Listener, listening, many_files
+from nrl.envs.endpoint.application import LARGEST, application
+from nrl.envs.gym.front import allowed_hosts
+from nrl.envs.gym.listening import Listener, listening
 from nrl.envs.gym.serving import address, check_reach
 from nrl.episodes.answering import Answers
 from nrl.errors import ConfigError
+from nrl.log.redaction import keep_secret
 
 __all__ = ["Serving", "main"]
 
@@ -35,7 +38,8 @@ class Serving:
     name: str | None = None  # by which clients ask for it; none: as it is given here
     host: str = "127.0.0.1"  # the address to listen at; by default no other machine can reach it
     port: int = attrs.field(default=8000, validator=attrs.validators.ge(0))  # 0: any that is free
-    token: str | None = None  # the API key that clients have to give; none: on a loopback address none is asked for
+    hosts: list[str] = attrs.field(factory=list)  # further names by which clients may ask, such as that of a proxy
+    token_file: str | None = None  # has the API key that clients have to give; none: NRL_SERVE_TOKEN, if it is set
     auth: Literal["token", "none"] = (
         "token"  # "none": other machines may ask without a key, on a network that one trusts
     )
@@ -44,6 +48,7 @@ class Serving:
     top_p: float = 1.0
     top_k: int = 0  # 0: all
     max_new_tokens: int = attrs.field(default=512, validator=_positive)  # of an answer
+    largest: int = attrs.field(default=LARGEST, validator=_positive)  # bytes of a request
     sampler: Literal["hf", "vllm", "vllm-cpu", "openai"] = "hf"  # openai: servers that run already, such as vllm serve
     url: str | None = None  # of servers, for sampler=openai: URL or URL,URL
     engine: dict[str, Any] = attrs.field(factory=dict)  # more arguments of the sampler: engine.max_model_len=2048
@@ -51,6 +56,23 @@ class Serving:
     trust_remote_code: bool = False  # let Python files that lie with the model run
     cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
     samplers: int = attrs.field(default=1, validator=_positive)  # processes that sample
+
+    @property
+    def token(self) -> str | None:
+        """The API key that clients have to give; None: none is asked for.
+
+        Raises:
+            ConfigError: the file cannot be read, or is empty.
+        """
+        if self.token_file is None:
+            return os.environ.get("NRL_SERVE_TOKEN") or None
+        try:
+            token = Path(self.token_file).expanduser().read_text(encoding="utf-8").strip()
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"serve: token_file={self.token_file}: cannot be read: {error}") from None
+        if not token:
+            raise ConfigError(f"serve: token_file={self.token_file} is empty; write the API key into it")
+        return token
 
     @property
     def sampling(self) -> Sampling:
@@ -70,35 +92,38 @@ def main(cfg: Serving, ready: Callable[[str], Any] = print) -> None:
         ModelError: there is no such model.
         OSError: the port is taken.
     """
+    token = cfg.token
+    keep_secret([token] if token else [])
     try:
-        check_reach("serve", cfg.host, cfg.token, cfg.auth)
+        check_reach("serve", cfg.host, token, cfg.auth)
     except ValueError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(f"{error} (a token is given as token_file=FILE or NRL_SERVE_TOKEN)") from None
     with ExitStack() as stack:
         on = stack.enter_context(listening(cfg.host, cfg.port, "serve"))
         model = Model(exported(cfg.model), dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
         answers = Answers(sampler_of("serve", cfg, model, cfg.sampling, stack), ids=cfg.ids)
         name, url = cfg.name or cfg.model, address(cfg.host, on.getsockname()[1])
-        if cfg.token is None and cfg.auth == "none":
+        if token is None and cfg.auth == "none":
             warnings.warn(f"serve: {url} takes requests from every machine that reaches it", stacklevel=2)
 
         def known(key: str) -> Answers | None:
-            return answers if cfg.token is None or hmac.compare_digest(key.encode(), cfg.token.encode()) else None
+            return answers if token is None or hmac.compare_digest(key.encode(), token.encode()) else None
 
         def stop(listener: Listener) -> None:
             listener.stop()
             asyncio.get_running_loop().call_later(_GRACE / 2, answers.close)  # who still waits is told so
 
         async def serve() -> None:
-            listener = Listener(application(known, name), grace=_GRACE)
+            hosts = allowed_hosts(cfg.host, cfg.hosts, secured=token is not None)
+            aliases = [] if cfg.name else [Path(cfg.model).name]  # a folder is known by its own name, too
+            listener = Listener(application(known, name, aliases=aliases, largest=cfg.largest), _GRACE, hosts)
             for each in (signal.SIGINT, signal.SIGTERM):
                 with suppress(ValueError, NotImplementedError, RuntimeError):  # in another thread than the main one
                     asyncio.get_running_loop().add_signal_handler(each, stop, listener)
-            key = "any" if cfg.token is None else "..."
+            key = "any" if token is None else "..."
             said = f"serve: {name} is ready: OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key} OPENAI_MODEL={name}"
             await listener.answer(on, lambda: ready(said))
 
-        many_files()
         uvloop.run(serve())
         if answers.busy:  # a thread that decodes cannot be ended, and torch aborts a process that ends around it
             sys.stdout.flush()

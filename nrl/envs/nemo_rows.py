@@ -8,7 +8,8 @@ from typing import Any
 
 from nrl.envs.contract import Environment, Task, Verifier, is_env, text_of
 from nrl.envs.endpoint import responses
-from nrl.envs.endpoint.asked import Asked, Unusable
+from nrl.envs.endpoint.asked import Asked
+from nrl.envs.endpoint.fields import Unusable
 from nrl.envs.gym.values import sendable
 from nrl.envs.seeds import shuffled
 from nrl.errors import EnvError

@@ -14,9 +14,11 @@ from msgspec.json import Decoder
 
 from nrl.envs.contract import TRAINED, is_env, judges_group, score_of
 from nrl.envs.endpoint import responses
-from nrl.envs.endpoint.asked import Unusable
+from nrl.envs.endpoint.fields import Unusable
 from nrl.envs.gym import records
-from nrl.envs.gym.application import FINE, Application, Bodies, Receive, Send, routed, routes
+from nrl.envs.gym.application import CONTAINERS, FINE, Bodies, routed, routes
+from nrl.envs.gym.front import Application, Headers, Receive, Send
+from nrl.envs.gym.json_limits import check_json
 from nrl.envs.gym.numbers import Numbers
 from nrl.envs.gym.once import Refused, failed
 from nrl.envs.gym.service import Service
@@ -71,11 +73,11 @@ def nemo_gym_protocol(service: Service, *, token: str | None, largest: int) -> A
     others = routed(service.name, shown, token=None, largest=largest, note=numbers.note)
 
     async def answered(scope: Any, receive: Receive, given: str) -> tuple[bytes, str | None]:
-        headers, held = dict(scope["headers"]), 0
-        length = headers.get(b"content-length", b"")
+        held = 0
         try:
-            body, held = await bodies.read(receive, int(length) if length.isdigit() else 0)
+            body, held = await bodies.read(receive, scope.get("nrl.headers") or Headers(scope["headers"]))
             try:
+                check_json(body, containers=CONTAINERS)
                 asked = msgspec.json.decode(body)
             except (ValueError, RecursionError) as error:
                 raise Refused(400, "invalid", f"{scope['path']:.80}: {error}") from None
@@ -90,6 +92,7 @@ def nemo_gym_protocol(service: Service, *, token: str | None, largest: int) -> A
             if scope["path"] != "/":
                 return await others(scope, receive, send)
             return await _send(send, 200, FINE, None)
+        close = False
         began, status, given = time.perf_counter(), 200, _session(dict(scope["headers"]).get(b"cookie", b""))
         session: str | None = (
             given or None
@@ -97,9 +100,9 @@ def nemo_gym_protocol(service: Service, *, token: str | None, largest: int) -> A
         try:
             body, session = await answered(scope, receive, given)
         except Refused as error:
-            status, body = error.status, error.body
+            status, body, close = error.status, error.body, error.unread
         numbers.note(scope["path"] if scope["path"] in _PATHS else "", status, time.perf_counter() - began)
-        return await _send(send, status, body, session)
+        return await _send(send, status, body, session, close=close)
 
     return serve
 
@@ -359,8 +362,9 @@ def _session(cookies: bytes) -> str:
     return ""
 
 
-async def _send(send: Send, status: int, body: bytes, session: str | None) -> None:
+async def _send(send: Send, status: int, body: bytes, session: str | None, *, close: bool = False) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    headers += [(b"connection", b"close")] if close else []
     if session is not None:  # each time: its agents keep the cookies of the last answer alone
         headers.append((b"set-cookie", f"{_COOKIE}={session}; Path=/; HttpOnly".encode()))
     await send({"type": "http.response.start", "status": status, "headers": headers})

@@ -7,19 +7,24 @@ import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent import futures
+from contextlib import suppress
 from typing import Any, cast
 
 import attrs
 
 from nrl.backends.base import Chunks, Completion, Sampling
-from nrl.backends.samplers import Sampler, capabilities
+from nrl.backends.engines import GIVEN_UP
+from nrl.backends.samplers import Sampler, Streams, capabilities
 from nrl.data import render
 from nrl.data.rendering import encode
 from nrl.envs.contract import Turn
-from nrl.envs.endpoint.asked import Asked, Unusable, as_request, cut, wrong_type
+from nrl.envs.endpoint.asked import Asked, as_request, cut, wrong_type
 from nrl.envs.endpoint.chat_completions import read
+from nrl.envs.endpoint.fields import Unusable
+from nrl.envs.endpoint.sessions import KeptConversations
 from nrl.episodes.conversations import Conversation
-from nrl.episodes.requests import Requests, requests_to
+from nrl.episodes.lengths import least_tokens
+from nrl.episodes.requests import Limits, shortened
 from nrl.errors import ClusterError, DataError, DeadlineExceeded, GenerationError, LostRequest, ModelError
 from nrl.runtime.threads import Daemons
 
@@ -35,12 +40,11 @@ class Answers:
     """
 
     def __init__(self, sampler: Sampler, *, ids: bool = False) -> None:
-        self.responses: dict[str, list[Mapping[str, Any]]] = {}
+        self.responses = KeptConversations()
         self.ids, self._sampler = ids, sampler
-        self._asked, self._turns = itertools.count(), itertools.count()
+        self._turns = itertools.count()
         self._noted: set[str] = set()
-        self._requests: dict[Sampling, Requests] = {}
-        self._beside = sampler if capabilities(sampler).streams else _Beside(sampler)
+        self._beside = cast(Streams, sampler) if capabilities(sampler).streams else _Beside(sampler)
         longest = max(map(len, sampler.tokenizer.get_vocab()))
         self._most = 4 * longest * sampler.context_length  # characters; normalisation may leave fewer
         self._loop = asyncio.new_event_loop()
@@ -59,7 +63,7 @@ class Answers:
     async def ask(self, asked: Asked, left: "asyncio.Future[Any]") -> tuple[list[Turn], int] | None:
         """The turns that answer a request, and a number for the first of them, which no other has.
 
-        What nothing meets is said once.
+        None: its client has left, and the sampler is told to forget it. What nothing meets is said once.
         """
         for name in asked.unmet:
             if name not in self._noted:
@@ -82,7 +86,8 @@ class Answers:
         """
         of = self._sampler.tokenizer
         if isinstance(body, Mapping) and isinstance(body.get("prompt"), str):
-            self._check(len(body["prompt"]))
+            self._check([body["prompt"]])
+            self._check_least(body["prompt"])
             tokens = encode(body["prompt"], of)
         else:
             try:
@@ -92,19 +97,25 @@ class Answers:
             _, tokens = self._prompt(asked)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": self._sampler.context_length}
 
-    def _check(self, characters: int) -> None:
+    def _check(self, texts: Sequence[str]) -> None:
         """Refuse what cannot fit into the context, before it is encoded, which takes a second a megabyte."""
+        length = self._sampler.context_length
+        characters = sum(map(len, texts))
         if characters > self._most:
-            raise Unusable(
-                f"the request has {characters} characters, which do not fit into the {self._sampler.context_length} "
-                "tokens of the context of this model; ask something shorter",
-                "context_length_exceeded",
-            )
+            raise _too_long(f"{characters} characters, which do not fit into the {length} tokens of")
+
+    def _check_least(self, request: Any) -> None:
+        """Refuse what does not fit, as a part of it shows."""
+        length = self._sampler.context_length
+        if least := least_tokens(request, self._sampler.tokenizer, length):
+            raise _too_long(f"more than {least} tokens, which do not fit into the {length} of")
 
     def _prompt(self, asked: Asked) -> tuple[Conversation, list[int]]:
-        self._check(sum(len(each["content"]) for each in asked.messages))
+        self._check([message["content"] for message in asked.messages])
+        request = as_request(attrs.evolve(asked, ids=True), [])
+        self._check_least(request)
         try:
-            chat = Conversation(as_request(attrs.evolve(asked, ids=True), []), (), self._sampler.tokenizer)
+            chat = Conversation(request, (), self._sampler.tokenizer)
             return chat, chat.asked(render)
         except (DataError, ModelError) as error:
             raise Unusable(str(error)) from None
@@ -118,62 +129,104 @@ class Answers:
                 "ask something shorter",
                 "context_length_exceeded",
             )
-        sampling, seed = self._sampling(asked.sampling)
-        requests = self._requests.get(sampling) or requests_to(cast(Sampler, self._beside), sampling)
-        self._requests[sampling] = requests
-        limits = chat.limits
-        if limits.max_new_tokens is None:
-            limits = limits._replace(max_new_tokens=self._sampler.sampling.max_new_tokens)
-        keys = [(next(self._asked), 0) for _ in range(asked.n)]
-        for key in keys:
-            requests.enter(key)
+        sampling, seed = self._sampling(asked.sampling, chat.limits)
+        # The noise of several answers differs; a seed is a signed number of 64 bits
+        seeds = [(seed + index + 2**63) % 2**64 - 2**63 for index in range(asked.n)]
+        promised: list[futures.Future[Completion]] = []
         try:
-            coming = asyncio.gather(
-                *(requests.generate(key, seed + place, tokens, limits) for place, key in enumerate(keys))
-            )
+            promised = list(self._beside.stream([tokens] * asked.n, seeds, sampling))
+            coming = asyncio.gather(*map(asyncio.wrap_future, promised))
             either: list[asyncio.Future[Any]] = [coming, self._closed]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not coming.done():
                 raise Unusable("the server ends; ask another one", "server_error", 503)
+            if any(each.cancelled() for each in promised):
+                raise Unusable("the sampler has forgotten the request; ask again", "server_error", 503)
             found = coming.result()
         except (ClusterError, DeadlineExceeded, LostRequest) as error:
             raise Unusable(str(error), "server_error", 503) from None
         except GenerationError as error:
             raise Unusable(str(error)) from None
         finally:
-            coming.cancel()
-            for key in keys:
-                requests.leave(key)
-                requests.given.pop(key, None)
+            for each in promised:
+                each.cancel()
         return [chat.said(each, [*tokens, *each.token_ids.tolist()]) for each in found]
 
-    def _sampling(self, given: Mapping[str, Any]) -> tuple[Sampling, int]:
+    def _sampling(self, given: Mapping[str, Any], limits: Limits) -> tuple[Sampling, int]:
         """How to sample, and the seed of the noise: what a request says, and else the sampler's own, and chance."""
         own = {name: given[name] for name in ("temperature", "top_p", "top_k") if name in given}
+        most = self._sampler.sampling.max_new_tokens if limits.max_new_tokens is None else limits.max_new_tokens
         try:
             seed = int(given["seed"]) if "seed" in given else random.getrandbits(62)
-            most = self._sampler.context_length  # each request says its own, so that they are decoded together
-            return attrs.evolve(self._sampler.sampling, **own, max_new_tokens=most), seed
+            longest = min(most, self._sampler.context_length)
+            return limits.of(attrs.evolve(self._sampler.sampling, **own, max_new_tokens=longest)), seed
         except ValueError as error:
             raise Unusable(str(error)) from None
 
 
+def _too_long(found: str) -> Unusable:
+    message = f"the request has {found} the context of this model; ask something shorter"
+    return Unusable(message, "context_length_exceeded")
+
+
+@attrs.define(eq=False)
+class _Wanted:
+    """A prompt that waits for its completion."""
+
+    prompt: Chunks
+    seed: int
+    sampling: Sampling
+    answer: "futures.Future[Completion]" = attrs.field(factory=futures.Future)
+
+
 class _Beside:
-    """A sampler whose calls run in a thread, so that who looks after requests hears of others meanwhile."""
+    """A sampler that does not stream as one that does: its calls run in a thread, each of all prompts that wait."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._own, self._thread, self.busy = sampler, Daemons(1, "decoding"), False
-        self.sampling, self.capabilities = sampler.sampling, capabilities(sampler)
+        self._waiting: list[_Wanted] = []
+        self._guard = threading.Lock()
 
-    def generate(
-        self, prompts: Sequence[Chunks], *, seeds: Sequence[int] | None = None, sampling: Sampling | None = None
-    ) -> futures.Future[list[Completion]]:
-        """As the sampler's, in the thread."""
-        return self._thread.submit(self._generate, prompts, seeds, sampling)
+    def stream(
+        self, prompts: Sequence[Chunks], seeds: Sequence[int], sampling: Sampling | None = None
+    ) -> "list[futures.Future[Completion]]":
+        """Complete prompts together with others that come in the same turn of the loop, or while it decodes."""
+        asked = [
+            _Wanted(prompt, seed, sampling or self._own.sampling) for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+        with self._guard:
+            self._waiting += asked
+        asyncio.get_running_loop().call_soon(self._thread.submit, self._decode)
+        return [wanted.answer for wanted in asked]
 
-    def _generate(self, *how: Any) -> list[Completion]:
-        self.busy = True
+    def _decode(self) -> None:
+        """Complete what waits longest, and all that is sampled alike but for its length."""
+
+        def kind(wanted: _Wanted) -> Sampling:
+            return attrs.evolve(wanted.sampling, max_new_tokens=1)
+
+        with self._guard:
+            waiting = [wanted for wanted in self._waiting if not wanted.answer.cancelled()]
+            alike = [wanted for wanted in waiting if kind(wanted) == kind(waiting[0])]
+            self._waiting = [wanted for wanted in waiting if wanted not in alike]
+            self.busy = bool(alike)
+        if not alike:
+            return
+        longest = max(wanted.sampling.max_new_tokens for wanted in alike)
+        sampling = attrs.evolve(alike[0].sampling, max_new_tokens=longest)
+        token = GIVEN_UP.set(lambda: [wanted.answer.cancelled() for wanted in alike])
         try:
-            return self._own.generate(how[0], seeds=how[1], sampling=how[2]).result()
+            prompts, seeds = [wanted.prompt for wanted in alike], [wanted.seed for wanted in alike]
+            completions = self._own.generate(prompts, seeds=seeds, sampling=sampling).result()
+            if len(completions) != len(alike):
+                raise GenerationError(f"generate: the sampler gave {len(completions)} answers to {len(alike)} prompts")
+            for wanted, completion in zip(alike, completions, strict=True):
+                with suppress(futures.InvalidStateError):  # its client has just left
+                    wanted.answer.set_result(shortened(completion, len(wanted.prompt), wanted.sampling.max_new_tokens))
+        except Exception as error:
+            for wanted in alike:
+                with suppress(futures.InvalidStateError):
+                    wanted.answer.set_exception(error)
         finally:
+            GIVEN_UP.reset(token)
             self.busy = False

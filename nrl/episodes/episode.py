@@ -7,7 +7,7 @@ appends.
 import asyncio
 import copy
 import warnings
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, cast
 
 import attrs
@@ -34,6 +34,7 @@ from nrl.envs.user_code.calls import Caller, calling
 from nrl.envs.user_code.errors import Failed
 from nrl.episodes.bridges import Fork
 from nrl.episodes.conversations import Conversation, is_prompt
+from nrl.episodes.lengths import least_tokens
 from nrl.errors import DataError, EnvError, ExecutableError, LostRequest, ModelError
 from nrl.log import error_text
 
@@ -289,6 +290,8 @@ async def play(
         episode.prompt = prompt
         chat = Conversation(prompt, tools[0] if tools else (), tokenizer)
         before = copy.copy(chat)
+        if isinstance(prompt, Mapping) and (least := least_tokens(prompt, tokenizer, context_length)):
+            return (await answered(await act(Turn(stop_reason="length", prompt_tokens=least)))).done
         try:
             tokens = chat.asked(render)
         except DataError as error:
@@ -326,6 +329,12 @@ async def play(
         while not taken.done:
             before = copy.copy(chat)
             rows = [each.token_ids for each in (*episode.earlier, episode)]
+            wanted = taken.observation
+            if isinstance(wanted, Mapping) and "tools" in wanted:
+                least = least_tokens(wanted, tokenizer, context_length)
+                if least:
+                    taken = await act(Turn(stop_reason="length", prompt_tokens=least))
+                    continue
             try:
                 row, (kept, appended, fork) = chat.observed(taken.observation, rows)
             except DataError as error:

@@ -17,7 +17,7 @@ from nrl.backends.samplers import Sampler, Streams, capabilities
 from nrl.errors import GenerationError, LostRequest
 from nrl.runtime.mesh.futures import done
 
-__all__ = ["NO_LIMITS", "Key", "Limits", "Requests", "requests_to"]
+__all__ = ["NO_LIMITS", "Key", "Limits", "Requests", "requests_to", "shortened"]
 
 type Key = tuple[int, int]
 """An episode: its group, and its place there."""
@@ -49,6 +49,27 @@ class Limits(NamedTuple):
 NO_LIMITS = Limits()
 
 
+def shortened(completion: Completion, prompt_length: int, max_new_tokens: int | None) -> Completion:
+    """Return a completion with at most so many tokens, where the sampler was asked for more together with others.
+
+    >>> import torch
+    >>> whole = Completion(torch.tensor([7, 2]), torch.tensor([-0.5, -0.1]), truncated=False, version=1)
+    >>> shortened(whole, 3, 1).token_ids, shortened(whole, 3, 1).truncated
+    (tensor([7]), True)
+    """
+    most = max_new_tokens
+    if most is None or len(completion.token_ids) <= most:
+        return completion
+    versions, routes = completion.versions, completion.routes
+    return completion._replace(
+        token_ids=completion.token_ids[:most],
+        logprobs=completion.logprobs[:most],
+        truncated=True,
+        versions=None if versions is None else versions[:most],
+        routes=None if routes is None else routes[: prompt_length + most - 1],
+    )
+
+
 @attrs.define(eq=False)
 class _Request:
     """A request, its answer, and what the sampler has promised."""
@@ -61,21 +82,7 @@ class _Request:
 
     def give(self, completion: Completion) -> None:
         if not self.answer.done():  # it has been cancelled
-            self.answer.set_result(self._cut(completion))
-
-    def _cut(self, completion: Completion) -> Completion:
-        """As many tokens as were asked for, of a sampler that was asked for more with others."""
-        most = self.limits.max_new_tokens
-        if most is None or len(completion.token_ids) <= most:
-            return completion
-        versions, routes = completion.versions, completion.routes
-        return completion._replace(
-            token_ids=completion.token_ids[:most],
-            logprobs=completion.logprobs[:most],
-            truncated=True,
-            versions=None if versions is None else versions[:most],
-            routes=None if routes is None else routes[: len(self.tokens) + most - 1],
-        )
+            self.answer.set_result(shortened(completion, len(self.tokens), self.limits.max_new_tokens))
 
     def fail(self, error: BaseException) -> None:
         if not self.answer.done():

@@ -1,5 +1,6 @@
 """The command `nrl serve`: a model behind OpenAI's APIs, as their own client sees it."""
 
+import os
 import re
 import signal
 import subprocess
@@ -18,8 +19,10 @@ import nrl
 from nrl import tiny
 from nrl.backends import hf
 from nrl.command.cli import main
+from nrl.command.serving import Serving
 from nrl.data import render
 from nrl.envs.tools import tool
+from nrl.errors import ConfigError
 
 ASK: Any = [{"role": "user", "content": "2+2="}]
 
@@ -30,8 +33,9 @@ class Running(NamedTuple):
     folder: Path
 
 
-def started(*settings: str) -> "tuple[str, subprocess.Popen[str]]":
-    process = subprocess.Popen([sys.executable, "-m", "nrl", "serve", *settings, "port=0"], stdout=-1, text=True)
+def started(*settings: str, **variables: str) -> "tuple[str, subprocess.Popen[str]]":
+    command = [sys.executable, "-m", "nrl", "serve", *settings, "port=0"]
+    process = subprocess.Popen(command, stdout=-1, text=True, env=os.environ | variables)
     assert process.stdout is not None
     for line in process.stdout:
         if found := re.search(r"OPENAI_BASE_URL=(\S+)", line):
@@ -135,7 +139,7 @@ def test_a_request_that_cannot_be_answered_is_refused(how: dict[str, Any], said:
 
 
 def test_a_key_is_asked_for(served: Running) -> None:
-    url, process = started(str(served.folder), "token=secret", "max_new_tokens=2")
+    url, process = started(str(served.folder), "max_new_tokens=2", NRL_SERVE_TOKEN="secret")
     try:
         with openai.OpenAI(base_url=url, api_key="wrong") as client, pytest.raises(openai.AuthenticationError):
             client.models.list()
@@ -145,6 +149,22 @@ def test_a_key_is_asked_for(served: Running) -> None:
         process.terminate()
         process.wait(20)
         process.stdout.close()  # type: ignore[union-attr]
+
+
+def test_a_key_in_an_argument_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "nowhere", "token=secret"]) == 2
+    assert "give token_file=FILE, or set NRL_SERVE_TOKEN" in capsys.readouterr().err
+
+
+def test_a_key_comes_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    for text in (None, ""):
+        if text is not None:
+            file.write_text(text)
+        with pytest.raises(ConfigError, match="token_file="):
+            _ = Serving("small", token_file=str(file)).token
+    file.write_text("a secret\n")
+    assert Serving("small", token_file=str(file)).token == "a secret"
 
 
 def test_other_machines_need_a_key(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 import nrl
-from nrl.envs.endpoint.asked import Asked, Unusable, call_id, said_by
+from nrl.backends.engines import GIVEN_UP
+from nrl.envs.endpoint.asked import Asked, call_id, said_by
+from nrl.envs.endpoint.fields import Unusable
 from nrl.episodes.answering import Answers
 from tests.envs.endpoint.driving import Says, turn
 
@@ -95,6 +97,46 @@ def test_while_it_decodes_other_requests_are_looked_after() -> None:
     while answers.busy and time.monotonic() < end:
         time.sleep(0.01)
     assert not answers.busy
+
+
+def test_what_is_decoded_for_a_client_that_left_ends() -> None:
+    """A call of the sampler is told which rows nobody waits for; the others go on."""
+
+    class Told(Says):
+        def generate(self, prompts: Any, *, seeds: Any = None, sampling: Any = None) -> Any:
+            given_up = GIVEN_UP.get()
+            assert given_up is not None
+            began.set()
+            while sum(given_up()) < 2:
+                time.sleep(0.01)
+            seen.append(list(given_up()))
+            return super().generate(prompts, seeds=seeds, sampling=sampling)
+
+    began, seen = threading.Event(), list[Any]()
+    answers = Answers(Told("qwen2_5", ["Hi<|im_end|>"] * 9))
+
+    async def requests() -> None:
+        loop = asyncio.get_running_loop()
+        never, left = loop.create_future(), loop.create_future()
+        leaves = asyncio.create_task(answers.ask(Asked([SAY], n=2), left))
+        stays = asyncio.create_task(answers.ask(Asked([SAY]), never))
+        assert await asyncio.to_thread(began.wait, 10)
+        left.set_result(None)
+        assert await leaves is None
+        assert await asyncio.wait_for(stays, 10) is not None
+
+    answers._loop.call_soon_threadsafe(time.sleep, 0.5)  # until both are there, on a busy machine, too
+    asyncio.run(requests())
+    assert sorted(seen[0]) == [False, True, True]
+
+
+def test_a_text_that_cannot_fit_is_refused_before_all_of_it_is_encoded() -> None:
+    answers = Answers(Says("qwen2_5", []))
+    began = time.process_time()
+    with pytest.raises(Unusable, match="do not fit into the 4096 of the context") as refused:
+        answers.tokenize({"prompt": "2+2= " * 30_000})
+    assert refused.value.code == "context_length_exceeded"
+    assert time.process_time() - began < 2
 
 
 def test_what_nothing_meets_is_said_once() -> None:

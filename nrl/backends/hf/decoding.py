@@ -1,6 +1,7 @@
 """Decoding: many prompts to their completions, in one batch that shrinks as rows finish."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -8,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nrl.backends.engines import Decoded
+from nrl.backends.engines import GIVEN_UP, Decoded
 from nrl.backends.hf.cache import ATTENTION, Cache, Generic, Preallocated
 from nrl.backends.hf.noise import draw, uniforms
 from nrl.backends.hf.recording import Recording
@@ -151,13 +152,16 @@ def _loop(
     positions = torch.from_numpy(lengths).to(device)
     rows, steps = np.arange(len(prompts)), []
     ended = np.zeros(len(prompts), dtype=bool)
+    given_up = GIVEN_UP.get()
     for k in range(int(budget.max())):
         if k % _AHEAD == 0:
             noise = uniforms(seeds[rows], lengths[rows] + k, min(_AHEAD, int(budget.max()) - k)).to(device)
         tokens, logprobs = draw(logits, noise[k % _AHEAD], **sampling)
         steps.append((rows, tokens, logprobs))
-        stopped = stops.ended(tokens).cpu().numpy()  # the one place where a step waits for the device
+        stopped = stops.ended(tokens)
         leaves = stopped | (budget[rows] == k + 1)
+        if given_up is not None and len(gone := given_up()) == len(prompts):
+            leaves |= np.asarray(gone, dtype=bool)[rows]
         if leaves.any():
             ended[rows[stopped]] = True
             stay = np.flatnonzero(~leaves)
@@ -169,7 +173,7 @@ def _loop(
             cache.compact(kept)
             index = torch.from_numpy(kept).to(device)
             rows, tokens, positions, noise = rows[kept], tokens[index], positions[index], noise[:, index]
-            stops.keep(index)
+            stops.keep(kept)
         logits = cache.step(tokens, positions)
         if recording is not None:
             routed.append((rows, recording.taken()))
@@ -184,31 +188,64 @@ def _loop(
 
 
 class _Stops:
-    """Finds the rows that end with the token just sampled: by a stop token, or by the end of a stop text."""
+    """Finds the rows that end with the token just sampled: by a stop token, or by the end of a stop text.
+
+    A text is looked for in bytes, since a token may end within a character, and only where it would end within the
+    token: its length costs nothing until as much has been sampled.
+    """
 
     def __init__(self, token_ids: Sequence[int], texts: Sequence[str], tokenizer: Any) -> None:
-        self._ids, self._texts = list(token_ids), None
-        if texts:
-            from transformers import StopStringCriteria
-
-            self._texts = StopStringCriteria(tokenizer, list(texts))
+        self._ids, self._tokenizer = list(token_ids), tokenizer
+        self._texts: dict[int, list[bytes]] = {}  # by the last byte
+        for text in dict.fromkeys(texts):
+            whole = text.encode("utf-8", "surrogatepass")
+            self._texts.setdefault(whole[-1], []).append(whole)
+        self._longest = max((len(text) for alike in self._texts.values() for text in alike), default=0)
+        self._bytes = functools.cache(_token_bytes(tokenizer)) if texts else None
 
     def begin(self, rows: int, vocabulary: int, device: torch.device) -> None:
         self._stops = torch.zeros(vocabulary, dtype=torch.bool, device=device)
         self._stops[torch.tensor(self._ids, dtype=torch.long, device=device)] = True
-        if self._texts is not None:  # the last tokens of each row; before the first, a number that is no token
-            nothing = torch.iinfo(torch.int64).max
-            self._last = torch.full((rows, self._texts.maximum_token_len), nothing, device=device)
+        self._tails = [b""] * rows  # what each row ended with, as much as a text may begin in
 
-    def ended(self, tokens: Tensor) -> Tensor:
+    def ended(self, tokens: Tensor) -> np.ndarray:
         """``[rows]`` bool: whether the tokens ``[rows]`` that were sampled now end their rows."""
-        ended = self._stops[tokens]
-        if self._texts is not None:
-            self._last = torch.cat([self._last[:, 1:], tokens[:, None]], dim=1)
-            ended = ended | self._texts(self._last, None)
+        ended: np.ndarray = self._stops[tokens].cpu().numpy()  # the one place where a step waits for the device
+        if self._bytes is not None:
+            for row, token in enumerate(tokens.tolist()):
+                text = self._tails[row] + self._bytes(token)
+                ends = range(len(self._tails[row]) + 1, len(text) + 1)
+                candidates = ((stop, end) for end in ends for stop in self._texts.get(text[end - 1], ()))
+                ended[row] |= any(text.endswith(stop, 0, end) for stop, end in candidates)
+                self._tails[row] = text[-self._longest :]
         return ended
 
-    def keep(self, rows: Tensor) -> None:
+    def keep(self, rows: np.ndarray) -> None:
         """Forget all other rows."""
-        if self._texts is not None:
-            self._last = self._last[rows]
+        self._tails = [self._tails[row] for row in rows.tolist()]
+
+
+def _token_bytes(tokenizer: Any) -> Callable[[int], bytes]:
+    """Return what maps a token to the bytes that it adds to a text, special tokens included.
+
+    Args:
+        tokenizer: of transformers.
+    """
+    from transformers import StopStringCriteria
+
+    mode = StopStringCriteria._get_stop_string_matching_mode(tokenizer)
+    table = StopStringCriteria._byte_level_decoder() if mode == "byte_level" else None
+    # Some tokenizers drop a space at the beginning of a text, so that a token is converted behind another text
+    before = tokenizer.convert_ids_to_tokens(tokenizer("abcdef", add_special_tokens=False)["input_ids"])
+
+    def convert(token: int) -> bytes:
+        name = tokenizer.convert_ids_to_tokens(token)
+        if name is None:  # the vocabulary of the model is larger
+            return b""
+        found: bytes | None = StopStringCriteria._token_to_bytes(name, mode, table)
+        if found is None:
+            whole: str = tokenizer.convert_tokens_to_string([*before, name])
+            found = whole.partition("abcdef")[2].encode("utf-8", "surrogatepass")
+        return found
+
+    return convert

@@ -3,12 +3,13 @@
 import asyncio
 import json
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Literal
 
 from msgspec import Struct
 
-from nrl.envs.gym.application import FINE, Application, Health, routed
+from nrl.envs.gym.application import FINE, Health, routed
+from nrl.envs.gym.front import Application
 from nrl.envs.gym.listening import Listener
 from nrl.envs.gym.once import Refused
 from nrl.envs.gym.openapi import Route
@@ -79,15 +80,18 @@ def application(
     return routed("head", routes, token=token, largest=0, tells=True)  # no path takes a body
 
 
-async def serving(app: Application, listening: socket.socket, stopped: asyncio.Event) -> None:
+async def serving(
+    app: Application, listening: socket.socket, stopped: asyncio.Event, hosts: Collection[str] | None = None
+) -> None:
     """Serve an application until the event is set.
 
     Args:
         app: for ASGI.
         listening: a bound socket.
         stopped: ends it.
+        hosts: names by which it may be asked; None: any.
     """
-    listener = Listener(app, _GRACE)
+    listener = Listener(app, _GRACE, hosts)
 
     async def end() -> None:
         await stopped.wait()

@@ -205,7 +205,7 @@ def _order(
         "name": replica.name, "token": token, "grace": grace,
         "workers": server.workers, "cluster": cluster,
         "lease": server.lease, "most": server.most, "largest": server.largest, "protocol": server.protocol,
-        "secrets": kept_secrets(),
+        "secrets": kept_secrets(), "hosts": server.hosts,
         "auth": "none" if token is None else "token",  # the supervisor has judged whether that may be
     }  # fmt: skip
     argv = [interpreter.python, "-m", "nrl.envs.gym.process"]

@@ -13,6 +13,7 @@ from typing import TextIO
 from nrl.command.gym.head import application, serving
 from nrl.command.gym.replicas import seconds
 from nrl.command.gym.supervising import Supervisor, listen
+from nrl.envs.gym.front import allowed_hosts
 from nrl.envs.gym_config.places import Place, told
 from nrl.envs.gym_config.servers import EnvironmentServer, Gym, gym
 from nrl.log.redaction import keep_secret, redact
@@ -28,6 +29,7 @@ Start the servers of a gym, wait until all are ready, start again those that die
     environment: NAME             one that ships, FILE.py:NAME or MODULE:NAME; options: a mapping; lease: seconds
                                   that a session may be silent (60); most: calls and sessions of a replica (20000);
                                   largest: bytes of a request (2^26); auth: none, if it asks for no token;
+                                  hosts: further names by which clients may ask;
                                   protocol: nemo_gym, for NeMo Gym's agents;
                                   workers: processes that make its calls, on the Ray cluster if there is one
     command: [WORD, ...]          any program that serves HTTP; {host} and {port} are put in; ready: its path (/health)
@@ -82,9 +84,9 @@ async def _run(made: Gym) -> int:
         status = _heed(supervisor)
         place = Place(url, token, os.getpid(), tuple(map(str, made.files)))
         with told(place):
-            head = asyncio.create_task(
-                serving(application(supervisor.shown, supervisor.is_ready, of_head), listening, ended)
-            )
+            hosts = allowed_hosts(host, made.head_server.hosts, secured=of_head is not None)
+            app = application(supervisor.shown, supervisor.is_ready, of_head)
+            head = asyncio.create_task(serving(app, listening, ended, hosts))
             try:
                 await supervisor.start()
                 if supervisor.ready.is_set():

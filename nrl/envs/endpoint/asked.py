@@ -7,10 +7,13 @@ from typing import Any
 import attrs
 
 from nrl.envs.contract import Turn
+from nrl.envs.endpoint.fields import Unusable, check_length, shown
+from nrl.envs.gym.json_limits import check_json
 
 __all__ = [
+    "DEPTH",
+    "VALUES",
     "Asked",
-    "Unusable",
     "arguments_of",
     "as_request",
     "call_id",
@@ -22,19 +25,12 @@ __all__ = [
     "wrong_type",
 ]
 
-
-class Unusable(ValueError):
-    """A request that no model can answer.
-
-    Args:
-        message: what was found, and what to do.
-        code: as OpenAI names it, such as ``"context_length_exceeded"``.
-        status: of HTTP.
-    """
-
-    def __init__(self, message: str, code: str | None = None, status: int = 400) -> None:
-        super().__init__(message)
-        self.code, self.status = code, status
+DEPTH = 128
+"""Levels of a request, and of the arguments of a call."""
+VALUES = 100_000
+"""Values of a request, and of such arguments."""
+_TOOLS = 1024  # OpenAI allows 128
+_LONGEST = 2**20  # characters of the arguments of a call; longer ones stay a text
 
 
 def wrong_type(error: Exception) -> Unusable:
@@ -90,13 +86,17 @@ def content_text(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
-        raise Unusable(f"{where}: its content is {type(content).__name__}; give a text, or a list of parts")
+        raise Unusable(
+            f"{where}: its content is {type(content).__name__}; give a text, or a list of parts", param=where
+        )
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, Mapping) else None
         if not isinstance(text, str):
-            raise Unusable(f"{where}: its content has a part of the type {kind!r}; this model reads text alone")
+            raise Unusable(
+                f"{where}: its content has a part of the type {shown(kind)}; this model reads text alone", param=where
+            )
         texts.append(text)
     return "".join(texts)
 
@@ -111,12 +111,15 @@ def chat_tools(tools: Any) -> list[dict[str, Any]]:
     [{'type': 'function', 'function': {'name': 'add', 'parameters': {'type': 'object'}}}]
     """
     found = []
-    for tool in tools or ():
+    tools = [] if tools is None else list(tools) if isinstance(tools, tuple) else tools
+    check_length("tools", tools, _TOOLS)
+    for tool in tools:
         kind = tool.get("type") if isinstance(tool, Mapping) else type(tool).__name__
         function = tool.get("function", tool) if kind == "function" else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise Unusable(
-                f"tools: there is one of the type {kind!r}; this model is told of functions with a name alone"
+                f"tools: there is one of the type {shown(kind)}; this model is told of functions with a name alone",
+                param="tools",
             )
         known = {key: function[key] for key in ("name", "description", "parameters") if function.get(key) is not None}
         found.append({"type": "function", "function": known})
@@ -131,9 +134,12 @@ def arguments_of(text: Any) -> Any:
     """
     if not isinstance(text, str):
         return text
+    if len(text) > _LONGEST:
+        return text
     try:
+        check_json(text.encode(errors="surrogatepass"), containers=VALUES, depth=DEPTH, values=VALUES)
         found = json.loads(text or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
     return found if isinstance(found, dict) else text
 

@@ -6,9 +6,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nrl.envs.contract import Turn
-from nrl.envs.endpoint.asked import Asked, Unusable, arguments_of, call_id, chat_tools, content_of, content_text
+from nrl.envs.endpoint.asked import Asked, arguments_of, call_id, chat_tools, content_of, content_text
+from nrl.envs.endpoint.fields import (
+    MESSAGES,
+    Unusable,
+    check_length,
+    check_number,
+    check_wishes,
+    flag_of,
+    sampling_of,
+    shown,
+    text_of,
+)
 
-__all__ = ["answer", "events", "read", "sampling_of"]
+__all__ = ["answer", "events", "read"]
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _UNMET = (
@@ -16,13 +27,6 @@ _UNMET = (
     *("top_logprobs", "min_p", "repetition_penalty", "guided_json", "structured_outputs", "chat_template_kwargs"),
     "reasoning_effort",
 )
-_RANGES: Mapping[str, tuple[Any, float, float]] = {
-    "temperature": (int | float, 0, 100),
-    "top_p": (int | float, 0, 1),
-    "top_k": (int, -1, 2**31 - 1),
-    "seed": (int, -(2**63), 2**63 - 1),
-    "max_new_tokens": (int, 1, 2**31 - 1),
-}
 
 
 def read(body: Any) -> Asked:
@@ -38,13 +42,14 @@ def read(body: Any) -> Asked:
         raise Unusable(f"the request is {type(body).__name__}; send an object with 'messages'")
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise Unusable("messages: there are none; send a list of at least one")
+        raise Unusable("messages: there are none; send a list of at least one", param="messages")
+    check_length("messages", messages, MESSAGES)
     found = [_message(each, f"messages[{at}]") for at, each in enumerate(messages)]
     if found[-1]["role"] == "assistant":
-        raise Unusable("messages: the last is the assistant's, which leaves nothing to answer")
-    n = body.get("n") or 1
-    if not isinstance(n, int) or not 1 <= n <= 128:
-        raise Unusable(f"n is {n!r:.80}; give how many answers, from 1 to 128")
+        raise Unusable("messages: the last is the assistant's, which leaves nothing to answer", param="messages")
+    n = 1 if body.get("n") is None else body["n"]
+    check_number("n", n)
+    check_wishes(body)
     choice = body.get("tool_choice")
     unmet = [name for name in _UNMET if body.get(name) not in (None, 0, "", [], {}, {"type": "text"})]
     unmet += ["parallel_tool_calls"] if body.get("parallel_tool_calls") is False else []
@@ -54,49 +59,20 @@ def read(body: Any) -> Asked:
         messages=found,
         tools=[] if choice == "none" else chat_tools(body.get("tools")),
         n=n,
-        stream=bool(body.get("stream")),
-        stream_usage=bool((body.get("stream_options") or {}).get("include_usage")),
-        logprobs=bool(body.get("logprobs")),
-        ids=bool(body.get("return_token_ids")),
-        model=str(body.get("model") or ""),
+        stream=flag_of(body, "stream"),
+        stream_usage=flag_of(body.get("stream_options") or {}, "include_usage"),
+        logprobs=flag_of(body, "logprobs"),
+        ids=flag_of(body, "return_token_ids"),
+        model=text_of(body, "model"),
         sampling=sampling_of(body, "max_completion_tokens", "max_tokens"),
         unmet=tuple(unmet),
     )
 
 
-def sampling_of(body: Mapping[str, Any], *lengths: str) -> dict[str, Any]:
-    """How a request wants to be sampled; of ``lengths``, the names of the most tokens, the first that it has counts.
-
-    Raises:
-        Unusable: a value that is no number of its range, or no text.
-
-    >>> sampling_of({"temperature": 0, "max_tokens": 5, "user": "me"}, "max_tokens")
-    {'temperature': 0, 'max_new_tokens': 5}
-    """
-    given = {name: body[name] for name in ("temperature", "top_p", "top_k", "seed") if body.get(name) is not None}
-    length = next((name for name in lengths if body.get(name) is not None), "")
-    given |= {"max_new_tokens": body[length]} if length else {}
-    for name, value in given.items():
-        kind, least, most = _RANGES[name]
-        if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most:
-            of = "a whole number" if kind is int else "a number"
-            name = length if name == "max_new_tokens" else name
-            raise Unusable(f"{name} is {value!r:.80}; give {of} from {least} to {most}")
-    if given.get("top_k") == -1:  # vLLM's word for all
-        given["top_k"] = 0
-    stop = body.get("stop")
-    if stop is not None:
-        texts = (stop,) if isinstance(stop, str) else tuple(stop)
-        if not all(isinstance(each, str) for each in texts):
-            raise Unusable(f"stop is {stop!r:.80}; give texts")
-        given["stop"] = tuple(filter(None, texts))  # an empty one stops nothing
-    return given
-
-
 def _message(message: Any, where: str) -> dict[str, Any]:
     role = message.get("role") if isinstance(message, Mapping) else None
     if role not in _ROLES:
-        raise Unusable(f"{where}: its role is {role!r}; give one of {', '.join(_ROLES)}")
+        raise Unusable(f"{where}: its role is {shown(role)}; give one of {', '.join(_ROLES)}", param=where)
     found = {"role": "system" if role == "developer" else role, "content": content_text(message.get("content"), where)}
     if role == "tool":
         return found | {"tool_call_id": str(message.get("tool_call_id") or "")}
@@ -113,7 +89,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
 def _call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise Unusable(f"{where}: it is no call of a function with a name")
+        raise Unusable(f"{where}: it is no call of a function with a name", param=where)
     arguments = arguments_of(function.get("arguments"))
     return {"id": str(call.get("id") or ""), "name": function["name"], "arguments": arguments}
 

@@ -1,13 +1,14 @@
 """`driven`: an episode that an agent drives, which somebody else wrote, as an environment like any other."""
 
 import asyncio
+import hmac
 import inspect
 import os
 import secrets
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 import uvloop
@@ -15,7 +16,8 @@ import uvloop
 from nrl.envs.contract import TIMEOUT, Environment, Step, Task, Turn, Verdict, Verifier, asynchronous, settled
 from nrl.envs.endpoint.application import application
 from nrl.envs.endpoint.sessions import Session
-from nrl.envs.gym.listening import Listener, listening, many_files
+from nrl.envs.gym.front import allowed_hosts, is_loopback
+from nrl.envs.gym.listening import Listener, listening
 from nrl.envs.gym.serving import address
 from nrl.errors import EnvError
 from nrl.runtime.threads import Daemons
@@ -63,6 +65,8 @@ def driven(
     host: str = "127.0.0.1",
     port: int = 0,
     ids: bool = False,
+    token: str | None = None,
+    hosts: Sequence[str] = (),
 ) -> Environment:
     """The environment whose episodes are driven by an agent from outside.
 
@@ -91,12 +95,17 @@ def driven(
             ``metadata``, as ``nrl_session``; 0: any that is free.
         ids: whether all answers have ``prompt_token_ids``, ``generation_token_ids`` and ``generation_log_probs``, as
             those of NeMo Gym's model servers do; otherwise those to requests with vLLM's ``return_token_ids``.
+        token: the API key that agents at one address have to give, before anything that they send is read; None: that
+            of the environment variable ``NRL_ENDPOINT_TOKEN``, and if there is none, none. Agents with an address of
+            their own have a key of their own.
+        hosts: further names by which agents may ask, such as that of a proxy.
 
     Returns:
         An environment, ``async``, like any other: it may be `nrl.pooled`, on a mesh, or served.
 
     Raises:
-        ValueError: ``host`` is an address at which nobody can be found.
+        ValueError: ``host`` is an address at which nobody can be found; or other machines reach its ``port``, and there
+            is no token.
 
     >>> import nrl
     >>> from nrl import tiny
@@ -119,9 +128,16 @@ def driven(
         raise ValueError(
             f"driven: host is {host!r}, at which no agent finds the endpoint; give the address of a network interface"
         )
+    token = token or os.environ.get("NRL_ENDPOINT_TOKEN")
+    if port and token is None and not is_loopback(host):
+        raise ValueError(
+            f"driven: every machine that reaches {host} could fill port {port} with requests; set NRL_ENDPOINT_TOKEN, "
+            "or token=, and give it to the agents as their API key"
+        )
+    place = _Place(host, port, token, tuple(hosts))
 
     async def reset(task: Task) -> Any:
-        state = _running(host, port).begin(start, task, ids)
+        state = _running(place).begin(start, task, ids)
         try:
             first = await state.on_loop(state.session.next())
             if isinstance(first, asyncio.Future):
@@ -229,22 +245,39 @@ def _called(start: Start, task: Task, endpoint: Endpoint) -> Any:
     return asyncio.run(settled(found)) if inspect.isawaitable(found) else found
 
 
-class _Running:
-    """The endpoint of this process at one host: a thread that answers HTTP, and one for agents that are coroutines."""
+class _Place(NamedTuple):
+    """Where an endpoint listens, and whom it hears: what `driven` is given."""
 
-    def __init__(self, host: str, port: int) -> None:
+    host: str
+    port: int
+    token: str | None
+    hosts: tuple[str, ...]
+
+
+class _Running:
+    """The endpoint of this process at one place: a thread that answers HTTP, and one for agents that are coroutines."""
+
+    def __init__(self, place: _Place) -> None:
         self.sessions: dict[str, Session] = {}
-        self._on = listening(host, port, "driven")
-        self._url = address(host, self._on.getsockname()[1])
+        self._place = place
+        self._on = listening(place.host, place.port, "driven")
+        self._url = address(place.host, self._on.getsockname()[1])
         self.loop, self.agents = uvloop.new_event_loop(), asyncio.new_event_loop()
         self.threads = Daemons(_THREADS, "agent")
-        many_files()
         for name, run in (("endpoint", self._serve), ("agents", self.agents.run_forever)):
             threading.Thread(target=run, name=name, daemon=True).start()
 
     def _serve(self) -> None:
-        listener = Listener(application(self.sessions.get, _MODEL, by_metadata=True), grace=1.0)
+        place = self._place
+        hosts = allowed_hosts(place.host, place.hosts, secured=True)  # by the key of an episode, or the token
+        app = application(self.sessions.get, _MODEL, by_metadata=self._shares_address)
+        listener = Listener(app, 1.0, hosts)
         self.loop.run_until_complete(listener.answer(self._on, lambda: None))
+
+    def _shares_address(self, key: str) -> bool:
+        """Whether who has this key may name its episode in a request, as agents do that are told one address."""
+        token = self._place.token
+        return self._place.port > 0 and (token is None or hmac.compare_digest(key.encode(), token.encode()))
 
     def begin(self, start: Start, task: Task, ids: bool) -> _Driven:
         """Start an agent."""
@@ -264,14 +297,14 @@ class _Running:
         session.ended(outcome)
 
 
-_RUNNING: dict[tuple[int, str, int], _Running] = {}
+_RUNNING: dict[tuple[int, _Place], _Running] = {}
 _GUARD = threading.Lock()
 
 
-def _running(host: str, port: int) -> _Running:
+def _running(place: _Place) -> _Running:
     """The endpoint of this process, which a fork does not inherit."""
-    key = os.getpid(), host, port
+    key = os.getpid(), place
     with _GUARD:
         if key not in _RUNNING:
-            _RUNNING[key] = _Running(host, port)
+            _RUNNING[key] = _Running(place)
         return _RUNNING[key]

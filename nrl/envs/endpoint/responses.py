@@ -6,8 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nrl.envs.contract import Turn
-from nrl.envs.endpoint.asked import Asked, Unusable, arguments_of, call_id, chat_tools, content_of, content_text
-from nrl.envs.endpoint.chat_completions import sampling_of
+from nrl.envs.endpoint.asked import Asked, arguments_of, call_id, chat_tools, content_of, content_text
+from nrl.envs.endpoint.fields import (
+    MESSAGES,
+    Unusable,
+    check_length,
+    check_wishes,
+    flag_of,
+    sampling_of,
+    shown,
+    text_of,
+)
 
 __all__ = ["answer", "events", "messages_of", "output_of", "read"]
 
@@ -34,14 +43,19 @@ def read(body: Any, earlier: Sequence[Mapping[str, Any]] = ()) -> Asked:
         raise Unusable(f"the request is {type(body).__name__}; send an object with 'input'")
     given = body.get("input")
     if not given or not isinstance(given, str | list):
-        raise Unusable("input: there is none; send a text, or a list of items")
+        raise Unusable("input: there is none; send a text, or a list of items", param="input")
+    check_length("input", given if isinstance(given, list) else [], MESSAGES)
+    check_wishes(body)
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     told = body.get("instructions")
-    found = [{"role": "system", "content": told}] if isinstance(told, str) and told else []
+    if told is not None and not isinstance(told, str):
+        raise Unusable(f"instructions is {shown(told)}; give a text", param="instructions")
+    found = [{"role": "system", "content": told}] if told else []
     found += [*map(dict, earlier), *messages_of(items)]
     if found[-1]["role"] == "assistant":
-        raise Unusable("input: the last item is the assistant's, which leaves nothing to answer")
-    choice, include = body.get("tool_choice"), body.get("include") or ()
+        raise Unusable("input: the last item is the assistant's, which leaves nothing to answer", param="input")
+    choice, include = body.get("tool_choice"), body.get("include") or []
+    check_length("include", include, 100)
     unmet = [name for name in _UNMET if _wishes(body.get(name))]
     unmet += ["parallel_tool_calls"] if body.get("parallel_tool_calls") is False else []
     if choice not in (None, "auto", "none"):
@@ -49,11 +63,11 @@ def read(body: Any, earlier: Sequence[Mapping[str, Any]] = ()) -> Asked:
     return Asked(
         messages=found,
         tools=[] if choice == "none" else chat_tools(body.get("tools")),
-        stream=bool(body.get("stream")),
-        stored=body.get("store") is not False,
+        stream=flag_of(body, "stream"),
+        stored=flag_of(body, "store", True),
         logprobs="message.output_text.logprobs" in include,
-        ids=bool(body.get("return_token_ids")),
-        model=str(body.get("model") or ""),
+        ids=flag_of(body, "return_token_ids"),
+        model=text_of(body, "model"),
         sampling=sampling_of(body, "max_output_tokens"),
         unmet=tuple(unmet),
     )
@@ -94,10 +108,11 @@ def messages_of(items: Sequence[Any]) -> list[dict[str, Any]]:
             found.append({"role": role, "content": content_text(item.get("content"), where)})
         else:
             raise Unusable(
-                f"{where}: an item of the type {kind!r} and the role {item.get('role')!r}; give messages, reasoning, "
-                "function_call and function_call_output"
+                f"{where}: an item of the type {shown(kind)} and the role {shown(item.get('role'))}; give messages, "
+                "reasoning, function_call and function_call_output"
                 if isinstance(item, Mapping)
-                else f"{where}: it is {kind}; give objects"
+                else f"{where}: it is {kind}; give objects",
+                param=where,
             )
         last = rank
     return found
@@ -113,7 +128,7 @@ def _add(message: dict[str, Any], kind: str, item: Mapping[str, Any], where: str
     else:
         name = item.get("name")
         if not isinstance(name, str):
-            raise Unusable(f"{where}: it is no call of a function with a name")
+            raise Unusable(f"{where}: it is no call of a function with a name", param=where)
         call = {"id": str(item.get("call_id") or ""), "name": name, "arguments": arguments_of(item.get("arguments"))}
         message.setdefault("tool_calls", []).append(call)
 

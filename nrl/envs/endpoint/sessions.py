@@ -1,6 +1,7 @@
 """Episodes that an agent drives: what it asks, in order, and the turns of the policy that answer."""
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -8,10 +9,13 @@ from typing import Any
 import attrs
 
 from nrl.envs.contract import Turn
-from nrl.envs.endpoint.asked import Asked, Unusable, as_request, cut, said_by
+from nrl.envs.endpoint.asked import Asked, as_request, cut, said_by
+from nrl.envs.endpoint.fields import Unusable
 
-__all__ = ["Exchange", "Session"]
+__all__ = ["Exchange", "KeptConversations", "Session"]
 
+_KEPT = 10_000  # responses of a session
+_KEPT_TEXT = 2**26  # characters of the conversations that they end
 _SEEN = 0.25  # seconds until it is seen that a client has left
 
 
@@ -34,6 +38,26 @@ class Exchange:
     left: asyncio.Event = attrs.field(factory=asyncio.Event)
 
 
+class KeptConversations:
+    """Conversations that a later request may go on with, by the id of the response at their end; the newest."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, tuple[int, list[Mapping[str, Any]]]] = OrderedDict()
+        self._size = 0
+
+    def get(self, name: str) -> list[Mapping[str, Any]] | None:
+        """Return the messages of a conversation; None: it is not known, or not any more."""
+        return self._kept[name][1] if name in self._kept else None
+
+    def add(self, name: str, messages: list[Mapping[str, Any]]) -> None:
+        """Keep a conversation, and forget the oldest where there are too many."""
+        size = sum(len(message["content"]) for message in messages)
+        self._kept[name] = size, messages
+        self._size += size
+        while len(self._kept) > _KEPT or (self._size > _KEPT_TEXT and len(self._kept) > 1):
+            self._size -= self._kept.popitem(last=False)[1][0]
+
+
 class Session:
     """One episode: a queue of exchanges, one of which is answered at a time. Used on the loop of the endpoint alone.
 
@@ -44,7 +68,7 @@ class Session:
 
     def __init__(self, name: str, ids: bool) -> None:
         self.name, self.ids = name, ids
-        self.responses: dict[str, list[Mapping[str, Any]]] = {}
+        self.responses = KeptConversations()
         self._said: list[Mapping[str, Any]] = []
         self._waiting: asyncio.Queue[Exchange | asyncio.Future[Any]] = asyncio.Queue()
         self._current: Exchange | None = None

@@ -4,7 +4,8 @@ import asyncio
 import hmac
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -13,22 +14,23 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from xxhash import xxh3_64_intdigest
 
 from nrl.envs.gym import listening, records
+from nrl.envs.gym.front import Application, Headers, Receive, Send
+from nrl.envs.gym.json_limits import check_json
 from nrl.envs.gym.numbers import Numbers
 from nrl.envs.gym.once import Refused
 from nrl.envs.gym.openapi import Route, openapi
 from nrl.envs.gym.service import Service
 
-__all__ = ["FINE", "Application", "Bodies", "Health", "Receive", "Send", "application", "routed", "routes"]
+__all__ = ["CONTAINERS", "FINE", "Bodies", "Health", "application", "routed", "routes"]
 
-_SHORT = 2**15  # bytes of a body that a connection may read and forget
 _HELD = 16  # requests of the largest size that may be in memory at a time
+_STALLED = 1.0  # seconds without a byte, after which a request that others wait for is given up
+
+CONTAINERS = 2**18
+"""Arrays and objects that a request may have; each takes up to a hundred bytes."""
 
 FINE = b'{"status":"ok"}'
 """A `Health`."""
-
-type Receive = Callable[[], Awaitable[dict[str, Any]]]
-type Send = Callable[[dict[str, Any]], Awaitable[None]]
-type Application = Callable[[Any, Receive, Send], Awaitable[None]]
 
 
 class Health(msgspec.Struct):
@@ -74,7 +76,7 @@ def routed(
     bearer = None if token is None else token.encode()
     bodies = Bodies(largest)
 
-    async def answered(route: Route | None, scope: Any, asked: "_Headers", receive: Receive) -> bytes:
+    async def answered(route: Route | None, scope: Any, asked: Headers, receive: Receive) -> bytes:
         path, method = scope["path"], scope["method"]
         may = bearer is None or (route is not None and route.open) or hmac.compare_digest(asked.bearer, bearer)
         if not (may or tells):
@@ -91,8 +93,9 @@ def routed(
             return await route.answer(None)
         timeout, held = _seconds(asked.timeout), 0
         try:
-            body, held = await bodies.read(receive, asked.length)
+            body, held = await bodies.read(receive, asked)
             try:
+                check_json(body, containers=CONTAINERS)
                 record = records.read(body, decoders[path])
             except ValueError as error:
                 raise Refused(400, "invalid", f"{path}: {error}") from None
@@ -107,7 +110,7 @@ def routed(
 
     async def serve(scope: Any, receive: Receive, send: Send) -> None:
         began, status, more = time.perf_counter(), 200, list[tuple[bytes, bytes]]()
-        route, asked = known.get(scope["path"]), _Headers(scope["headers"])
+        route, asked = known.get(scope["path"]), scope.get("nrl.headers") or Headers(scope["headers"])
         try:
             body = await answered(route, scope, asked, receive)
         except (Refused, asyncio.CancelledError) as error:
@@ -202,72 +205,112 @@ def _headers(error: Refused, route: Route | None) -> list[tuple[bytes, bytes]]:
     return found if error.after is None else [*found, (b"retry-after", b"%d" % math.ceil(error.after))]
 
 
-class _Headers:
-    """What is read in the headers of a request."""
-
-    def __init__(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        self.bearer, self.timeout, length = b"", None, b""
-        self._chunked = False
-        for name, value in headers:
-            if name == b"authorization":
-                scheme, _, shown = value.partition(b" ")
-                self.bearer = shown.strip() if scheme.lower() == b"bearer" else b""
-            elif name == b"content-length":
-                length = value
-            elif name == b"transfer-encoding":
-                self._chunked = True
-            elif name == b"nrl-timeout":
-                self.timeout = value
-        self.length = int(length) if length.isdigit() else 0
-
-    @property
-    def has_body(self) -> bool:
-        return self._chunked or self.length > 0
-
-    @property
-    def is_long(self) -> bool:
-        """Whether its body is more than what a connection reads for nothing."""
-        return self._chunked or self.length > _SHORT
-
-
 class Bodies:
-    """Requests in memory."""
+    """Requests in memory, within bounds of size and time. It lives on one event loop.
 
-    def __init__(self, largest: int) -> None:
-        self.largest, self.held = largest, 0
+    Requests of other encodings than JSON's own are refused, since a few bytes of them may be gigabytes.
 
-    async def read(self, receive: Receive, declared: int) -> tuple[bytes, int]:
-        """A request, and how much of it is held until its answer."""
-        self._check(declared)
-        parts, size = list[bytes](), 0
+    Args:
+        largest: bytes of one.
+        arriving: bytes of all that arrive at a time. Others wait for their turn without being read, and one that stalls
+            while others wait is given up. None: as many as may be in memory.
+        under_way: bytes of all that may be in memory at a time; None: 16 times ``largest``.
+    """
+
+    def __init__(self, largest: int, arriving: int | None = None, under_way: int | None = None) -> None:
+        self.largest, self.held, self._arriving, self._most = largest, 0, arriving, under_way
+        self._reserved = 0
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._clocks: dict[asyncio.Timeout, float] = {}  # of what arrives, and when something of it came last
+        self._looking: asyncio.TimerHandle | None = None
+
+    async def read(self, receive: Receive, headers: Headers) -> tuple[bytearray, int]:
+        """Read a request; it, and how much of it is held until its answer.
+
+        Raises:
+            Refused: it is too large, arrives too slowly, or there is no room for it.
+        """
+        if headers.encoding not in (b"", b"identity"):
+            found = headers.encoding.decode("latin-1")
+            raise Refused(415, "invalid", f"the content-encoding is {found!r:.40}; send the JSON as it is", unread=True)
+        self._check(headers.length)
+        # What a connection reads for nothing needs no turn
+        size = (headers.length or self.largest) if headers.is_long and self._arriving is not None else 0
+        await self._turn(size)
+        loop, body, clock = asyncio.get_running_loop(), bytearray(), asyncio.timeout(listening.SLOWEST)
+        began = loop.time()
         try:
-            async with asyncio.timeout(listening.SLOWEST):
+            async with clock:
                 while True:
+                    if size:
+                        self._clocks[clock] = loop.time()
                     message = await receive()
                     if message.get("type") == "http.disconnect":
                         raise Refused(400, "invalid", "the client left before its request had arrived", unread=True)
                     part = message.get("body", b"")
-                    size += len(part)
                     self.held += len(part)
-                    self._check(size, of_these=size)
-                    parts.append(part)
+                    body += part
+                    self._check(len(body), of_these=len(body))
                     if not message.get("more_body", False):
-                        return (part if len(parts) == 1 else b"".join(parts)), size
+                        return body, len(body)
         except BaseException as error:
-            self.held -= size
+            self.held -= len(body)
             if isinstance(error, TimeoutError):
-                raise Refused(
-                    408,
-                    "late",
-                    f"the request had not arrived within {listening.SLOWEST:g} s; send it faster",
-                    unread=True,
-                ) from None
+                late = f"the request had not arrived within {listening.SLOWEST:g} s; send it faster"
+                if loop.time() < began + listening.SLOWEST:
+                    late = f"nothing of the request came for {_STALLED:g} s, and others wait; send it faster"
+                raise Refused(408, "late", late, unread=True) from None
             raise
+        finally:
+            self._clocks.pop(clock, None)
+            self._give_back(size)
 
     def _check(self, size: int, of_these: int = 0) -> None:
         if size > self.largest:
             raise Refused(413, "too_large", f"the request has more than {self.largest} bytes; send less", unread=True)
         others = self.held - of_these
-        if others + size > _HELD * self.largest:
-            found = f"requests of {others} bytes are under way"
-            raise Refused(429, "busy", f"{found}; ask again", after=1.0, unread=True)
+        if others + size > (_HELD * self.largest if self._most is None else self._most):
+            raise _busy(others)
+
+    async def _turn(self, size: int) -> None:
+        """Wait until so many bytes may arrive, in the order of requests."""
+        if self._arriving is None or not size or (self._reserved + size <= self._arriving and not self._waiting):
+            self._reserved += size
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append((size, turn))
+        if self._looking is None:
+            self._give_up_stalled()
+        try:
+            async with asyncio.timeout(listening.SLOWEST):
+                await turn
+        except BaseException as error:
+            if not turn.cancelled():  # it came in the same moment
+                self._give_back(size)
+            self._waiting = deque(waiting for waiting in self._waiting if waiting[1] is not turn)
+            if isinstance(error, TimeoutError):
+                raise _busy(self._reserved) from None
+            raise
+
+    def _give_back(self, size: int) -> None:
+        self._reserved -= size
+        while self._waiting and self._arriving is not None:
+            size, turn = self._waiting[0]
+            if self._reserved + size > self._arriving:
+                break
+            self._waiting.popleft()
+            if not turn.done():
+                self._reserved += size
+                turn.set_result(None)
+
+    def _give_up_stalled(self) -> None:
+        """Give up requests of which nothing comes, for as long as others wait."""
+        loop = asyncio.get_running_loop()
+        for clock, last in self._clocks.items():
+            if last + _STALLED < loop.time() and not clock.expired():
+                clock.reschedule(loop.time())
+        self._looking = loop.call_later(_STALLED / 4, self._give_up_stalled) if self._waiting else None
+
+
+def _busy(size: int) -> Refused:
+    return Refused(429, "busy", f"requests of {size} bytes are under way; ask again", after=1.0, unread=True)

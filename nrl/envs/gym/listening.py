@@ -6,13 +6,13 @@ import os
 import resource
 import socket
 from asyncio import TimerHandle, Transport
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, cast
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from nrl.envs.gym.once import Refused
+from nrl.envs.gym.front import Application, error_body, guarded
 from nrl.runtime.ports import first_free
 
 __all__ = ["SLOWEST", "Listener", "listening", "many_files"]
@@ -21,7 +21,9 @@ SLOWEST = 30.0
 """Seconds in which a request has to have arrived, and some of an answer, or why there is none, to be read."""
 _HEADERS = 2**16  # bytes that they may have
 _WAITING = 64  # requests of a connection that may wait for the one before
+_DROPPED = 2**27  # bytes that are read for nothing, of a client that goes on sending though it was refused
 _BACKLOG = 16_384  # connections that may wait to be taken
+_CONNECTIONS = 20_000  # at a time, where the limit of open files allows as many
 
 
 def listening(host: str, port: int, who: str) -> socket.socket:
@@ -76,6 +78,7 @@ class _Lingering:
     def __init__(self, own: Transport, loop: asyncio.AbstractEventLoop, unread: Callable[[], bool]) -> None:
         self._own, self._loop, self._unread = own, loop, unread
         self.ending: TimerHandle | None = None
+        self._dropped = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)
@@ -96,6 +99,12 @@ class _Lingering:
         self.ending = self._loop.call_later(SLOWEST, self._own.abort)
         self._own.write_eof()
         self._own.resume_reading()
+
+    def drop(self, size: int) -> None:
+        """Count what has come and is not looked at; more than enough of it ends the connection."""
+        self._dropped += size
+        if self._dropped > _DROPPED:
+            self._own.abort()
 
     def end(self) -> None:
         """Read nothing more."""
@@ -118,17 +127,30 @@ class _Bounded(HttpToolsProtocol):
     _refused = _stopping = False
     _why = ""
     _lingering: _Lingering
+    _answered: RequestResponseCycle | None = None  # the request that is answered now
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         self._lingering = _Lingering(transport, self.loop, self._sending)
         super().connection_made(cast(Transport, self._lingering))
         self._late = self.loop.call_later(SLOWEST, self._end)
+        most = cast(_Config, self.config).connections
+        if len(self.connections) > most:
+            self._refuse(b"503 Service Unavailable", f"there are {most} connections already; close some, or come again")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._in_time()
         self._is_read()
         self._lingering.end()
+        if self._answered is not None and not self._answered.response_complete:
+            # The base class tells only the newest of several pipelined requests that their client has left
+            self._answered.disconnected = True
+            self._answered.message_event.set()
+        self.pipeline.clear()
         super().connection_lost(exc)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
 
     def _sending(self) -> bool:
         """Whether its client may be sending more."""
@@ -141,6 +163,7 @@ class _Bounded(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._lingering.ending is not None:
+            self._lingering.drop(len(data))
             return
         before, self._of_body = self.cycle, False
         super().data_received(data)
@@ -185,7 +208,7 @@ class _Bounded(HttpToolsProtocol):
 
     def _refuse(self, status: bytes, why: str) -> None:
         self._refused = True
-        said = Refused(int(status[:3]), "invalid", why).body
+        said = error_body(int(status[:3]), "busy" if status.startswith(b"503") else "invalid", why)
         self.transport.write(
             b"HTTP/1.1 %b\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
             % (status, len(said), said)
@@ -219,36 +242,48 @@ class _Bounded(HttpToolsProtocol):
             self._late = None
 
 
+class _Config(uvicorn.Config):
+    """The configuration of a listener; ``connections`` may be there at a time."""
+
+    connections = _CONNECTIONS
+
+
 class Listener(uvicorn.Server):
     """Answers on a socket until `stop`.
 
     Args:
         application: of ASGI.
         grace: seconds that it has for what is under way when it stops.
+        hosts: names by which it may be asked, as `nrl.envs.gym.front.allowed_hosts` gives them; None: any.
         ending: called when it is to stop.
     """
 
     def __init__(
-        self, application: Callable[..., Awaitable[None]], grace: float, ending: Callable[[], Any] = lambda: None
+        self,
+        application: Application,
+        grace: float,
+        hosts: Collection[str] | None,
+        ending: Callable[[], Any] = lambda: None,
     ) -> None:
         self._ending = ending
-        super().__init__(
-            uvicorn.Config(
-                application,
-                http=_Bounded,
-                ws="none",
-                lifespan="off",
-                interface="asgi3",
-                access_log=False,
-                log_level="error",
-                proxy_headers=False,
-                server_header=False,
-                date_header=False,
-                timeout_keep_alive=75,
-                timeout_graceful_shutdown=max(1, round(grace)),
-                backlog=_BACKLOG,
-            )
+        config = _Config(
+            guarded(application, hosts),
+            http=_Bounded,
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            access_log=False,
+            log_level="error",
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=max(1, round(grace)),
+            backlog=_BACKLOG,
         )
+        files = many_files()  # of which some are left for what user code opens
+        config.connections = min(_CONNECTIONS, files - max(32, files // 4))
+        super().__init__(config)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -12,11 +12,13 @@ __all__ = ["Route", "openapi"]
 _REFUSED = {
     400: "It is not what this path takes.",
     401: "The token is missing or wrong.",
+    403: "The Host or the Origin is not one that may ask.",
     404: "There is no such session here.",
     405: "The path takes another method.",
     408: "It took longer than the client said, or arrived too slowly.",
     409: "The session went on, or was closed.",
     413: "It is too large.",
+    415: "It is compressed.",
     422: "The environment raised.",
     429: "There is too much to do; ask again after Retry-After seconds.",
     431: "The headers are too long.",

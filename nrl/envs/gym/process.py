@@ -60,6 +60,7 @@ class Served(msgspec.Struct, forbid_unknown_fields=True):
     grace: float = 10.0
     protocol: Literal["nrl", "nemo_gym"] = "nrl"
     secrets: list[str] = []
+    hosts: list[str] = []
 
 
 def main() -> int:
@@ -81,7 +82,8 @@ def main() -> int:
         return 2
     url = address(asked.host, on.getsockname()[1])
     protocol = nemo_gym_protocol if asked.protocol == "nemo_gym" else application
-    settings = Settings(asked.token, ..., asked.lease, asked.most, asked.largest, asked.grace, protocol)
+    limits = (asked.lease, asked.most, asked.largest, asked.grace)
+    settings = Settings(asked.token, ..., *limits, protocol, asked.host, asked.hosts)
 
     def ready(listener: Listener) -> None:
         loop = asyncio.get_running_loop()

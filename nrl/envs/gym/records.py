@@ -270,7 +270,7 @@ class Error(Struct):
     error: Failure
 
 
-def read[T](body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
+def read[T](body: bytes | bytearray, decoder: "msgspec.json.Decoder[T]") -> T:
     """A record, with all its values as they were.
 
     Raises:

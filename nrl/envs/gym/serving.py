@@ -1,12 +1,10 @@
 """`serve`: a verifier or an environment behind HTTP, in a thread of this process."""
 
 import atexit
-import contextlib
-import ipaddress
 import socket
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from types import EllipsisType, TracebackType
 from typing import Any, Self
@@ -15,8 +13,9 @@ import attrs
 import uvloop
 
 from nrl.envs.contract import Env, Verifier, is_env
-from nrl.envs.gym.application import Application, application
-from nrl.envs.gym.listening import Listener, listening, many_files
+from nrl.envs.gym.application import application
+from nrl.envs.gym.front import Application, allowed_hosts, is_loopback
+from nrl.envs.gym.listening import Listener, listening
 from nrl.envs.gym.service import Service
 from nrl.envs.gym_config.defaults import LARGEST, LEASE, MOST
 from nrl.errors import EnvError
@@ -67,6 +66,7 @@ def serve(
     largest: int = LARGEST,
     name: str | None = None,
     protocol: Callable[..., Application] = application,
+    hosts: Sequence[str] = (),
 ) -> Server:
     """Serve a verifier or an environment over HTTP; `nrl.remote` makes the same one again of its address.
 
@@ -90,6 +90,8 @@ def serve(
         largest: bytes of a request.
         name: of what is served; left out, its own.
         protocol: what it answers to which path; `nrl.envs.nemo_serving.nemo_gym_protocol`, for NeMo Gym's agents.
+        hosts: further names by which clients may ask, such as that of a proxy. A server on a loopback address, and one
+            without a token, is else known by addresses, as ``localhost``, and by the name of its machine.
 
     Returns:
         A server with a ``url``, a ``token`` and a ``stop``, which is a context, too.
@@ -116,9 +118,10 @@ def serve(
     check_reach("serve", host, token, auth)
     on = listening(host, port, "serve")
     url = address(host, on.getsockname()[1])
-    if token is None and not _loopback(host):
+    if token is None and not is_loopback(host):
         warnings.warn(f"serve: {url} takes calls from every machine that reaches it", stacklevel=2)
-    thread = _Thread(f, name or _name(f), on, Settings(token, timeout, lease, most, largest, protocol=protocol))
+    settings = Settings(token, timeout, lease, most, largest, protocol=protocol, host=host, hosts=tuple(hosts))
+    thread = _Thread(f, name or _name(f), on, settings)
     return Server(url, token, thread.stop)
 
 
@@ -130,7 +133,7 @@ def check_reach(who: str, host: str, token: str | None, auth: str) -> None:
     """
     if auth not in ("token", "none"):
         raise ValueError(f"{who}: auth is {auth!r}; give 'token', or 'none' for a network that you trust")
-    if token is None and auth != "none" and not _loopback(host):
+    if token is None and auth != "none" and not is_loopback(host):
         raise ValueError(
             f"{who}: every machine that reaches {host} could use this server; give a token, or auth='none' for a "
             "network that you trust"
@@ -150,12 +153,6 @@ def _name(f: Any) -> str:
     return str(getattr(f, "__name__", type(f).__name__))
 
 
-def _loopback(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
-
-
 @attrs.frozen
 class Settings:
     """How a server behaves; `serve` says what each means."""
@@ -167,6 +164,8 @@ class Settings:
     largest: int = LARGEST
     grace: float = 10.0
     protocol: Callable[..., Application] = application
+    host: str = "127.0.0.1"
+    hosts: Sequence[str] = ()
 
 
 async def answering(f: Any, name: str, on: socket.socket, settings: Settings, ready: Callable[[Listener], Any]) -> None:
@@ -174,8 +173,8 @@ async def answering(f: Any, name: str, on: socket.socket, settings: Settings, re
     with on:
         service = Service(f, name, lease=settings.lease, most=settings.most, timeout=settings.timeout)
         app = settings.protocol(service, token=settings.token, largest=settings.largest)
-        listener = Listener(app, settings.grace, service.refuse)
-        many_files()
+        hosts = allowed_hosts(settings.host, settings.hosts, secured=settings.token is not None)
+        listener = Listener(app, settings.grace, hosts, service.refuse)
         try:
             await listener.answer(on, lambda: ready(listener))
         finally:

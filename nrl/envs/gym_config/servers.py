@@ -71,6 +71,7 @@ class Head:
 
     host: str | None = None  # default: default_host
     port: int = attrs.field(default=11000, validator=_is_port)
+    hosts: list[str] = attrs.field(factory=list)  # further names by which clients may ask
 
 
 @attrs.frozen(kw_only=True)
@@ -98,6 +99,7 @@ class EnvironmentServer(_Process):
     lease: float = attrs.field(default=LEASE, validator=_is_positive)  # seconds that a session may be silent
     most: int = attrs.field(default=MOST, validator=_is_positive)  # calls under way, and sessions, of each replica
     largest: int = attrs.field(default=LARGEST, validator=_is_positive)  # bytes of a request
+    hosts: list[str] = attrs.field(factory=list)  # further names by which clients may ask, such as that of a proxy
 
 
 @attrs.frozen(kw_only=True)

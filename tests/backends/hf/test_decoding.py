@@ -1,4 +1,7 @@
+import itertools
 import math
+import random
+import time
 from collections import Counter
 from typing import Any
 
@@ -6,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from nrl.backends.engines import Decoded
+from nrl import tiny
+from nrl.backends.engines import GIVEN_UP, Decoded
 from nrl.backends.hf import cache
 from nrl.backends.hf.cache import ATTENTION, attend, prepare
-from nrl.backends.hf.decoding import decode
+from nrl.backends.hf.decoding import _Stops, decode
 from nrl.backends.hf.noise import draw, keep_most_probable, uniforms
 from nrl.errors import GenerationError, ModelError
 
@@ -313,6 +317,53 @@ def test_a_stop_token_as_the_last_allowed_one_is_no_truncation(fast: Any) -> Non
     assert free.truncated
     (row,) = run(fast, [[1, 2]], [0], max_new_tokens=1, stop_token_ids=[int(free.token_ids[0])])
     assert not row.truncated
+
+
+def test_stop_texts_end_where_transformers_would_end_them() -> None:
+    """Also within a character of several tokens, and where a token has more than the end of a text."""
+    from transformers import StopStringCriteria
+
+    tokenizer = tiny.bpe(["user assistant 2+2= 4 hello END Observation: é € 🙂"])
+    draws, compared = random.Random(0), 0
+    for _ in range(40):
+        ids = [draws.randrange(len(tokenizer)) for _ in range(24)]
+        text = tokenizer.decode(ids)
+        starts = [draws.randrange(len(text)) for _ in range(3)]
+        texts = [part for start in starts if "\ufffd" not in (part := text[start : start + draws.randint(1, 6)])]
+        if not texts:
+            continue
+        known, own = StopStringCriteria(tokenizer, texts), _Stops([], texts, tokenizer)
+        own.begin(1, len(tokenizer), torch.device("cpu"))
+        last = torch.full((1, known.maximum_token_len), torch.iinfo(torch.int64).max)
+        for token in ids:
+            last = torch.cat([last[:, 1:], torch.tensor([[token]])], 1)
+            assert own.ended(torch.tensor([token])).tolist() == known(last, None).tolist()
+            compared += 1
+    assert compared > 500
+
+
+def test_the_length_and_the_number_of_stop_texts_cost_next_to_nothing() -> None:
+    tokenizer = tiny.bpe(["user assistant"])
+    began = time.process_time()
+    for texts in (["x" * 3_000_000], [f"{number} stop" for number in range(100_000)]):
+        stops = _Stops([], texts, tokenizer)
+        stops.begin(8, len(tokenizer), torch.device("cpu"))
+        for _ in range(50):
+            assert not stops.ended(torch.arange(8)).any()
+    assert time.process_time() - began < 5
+
+
+def test_rows_that_nobody_waits_for_stop_and_others_are_as_they_were(fast: Any) -> None:
+    whole = run(fast, PROMPTS, SEEDS)
+    steps = itertools.count()
+    token = GIVEN_UP.set(lambda: [next(steps) >= 3 * len(PROMPTS) and row % 2 == 1 for row in range(len(PROMPTS))])
+    try:
+        rows = run(fast, PROMPTS, SEEDS)
+    finally:
+        GIVEN_UP.reset(token)
+    assert [len(row.token_ids) for row in rows[1::2]] == [4] * len(rows[1::2])
+    for row, known in zip(rows[::2], whole[::2], strict=True):
+        assert row.token_ids.tolist() == known.token_ids.tolist()
 
 
 def test_max_new_tokens_and_the_context_length_truncate(fast: Any) -> None:

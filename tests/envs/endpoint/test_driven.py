@@ -20,8 +20,9 @@ from nrl.backends import Sampling, fsdp, hf
 from nrl.envs import Trace, Turn
 from nrl.envs.endpoint import chat_completions, responses
 from nrl.envs.endpoint.application import _read
-from nrl.envs.endpoint.asked import Unusable, as_request
+from nrl.envs.endpoint.asked import as_request
 from nrl.envs.endpoint.driven import Endpoint
+from nrl.envs.endpoint.fields import Unusable
 from nrl.envs.endpoint.sessions import Session
 from nrl.envs.limits import limited
 from nrl.envs.tools import ToolCall

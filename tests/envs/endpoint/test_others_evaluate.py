@@ -82,7 +82,7 @@ def own(model: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> fl
 
 @pytest.fixture(scope="module")
 def url(model: Path) -> Iterator[str]:
-    url, process = started(str(model), "name=m", "token=sk-session")
+    url, process = started(str(model), "name=m", NRL_SERVE_TOKEN="sk-session")
     yield url
     process.terminate()
     process.wait(20)

@@ -284,14 +284,14 @@ def test_strange_times_of_clients_are_no_harm(served: Served, seconds: str) -> N
 
 TOKENS = st.sampled_from([
     b"GET ", b"POST ", b"CONNECT a:1", b"*", b"/", b"/health", b"/reset", b"/verify", b"/%ff%00", b"/\xc3\xa9", b"//",
-    b" HTTP/1.1", b" HTTP/1.0", b" HTTP/9.9", b"\r\n", b"\r\n\r\n", b"\n", b"\r", b"host: a\r\n", b"\0", b": ",
+    b" HTTP/1.1", b" HTTP/1.0", b" HTTP/9.9", b"\r\n", b"\r\n\r\n", b"\n", b"\r", b"host: localhost\r\n", b"\0", b": ",
     b"content-length: ", b"transfer-encoding: chunked\r\n", b"transfer-encoding: gzip, chunked\r\n", b"5", b"-1", b"0",
     b"18446744073709551616", b"expect: 100-continue\r\n", b"connection: upgrade\r\nupgrade: websocket\r\n", b"{}",
     b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"0\r\n\r\n",
     b"1\r\n{\r\n", b"ffffffffffffffff\r\n", b"5;a=b\r\nhello\r\n", b"authorization: \xff\r\n", b"a" * 5000,
 ])  # fmt: skip
 START = st.sampled_from([
-    b"", b"POST /reset HTTP/1.1\r\n", b"POST /verify HTTP/1.1\r\nhost: a\r\n", b"GET /servers HTTP/1.1\r\n",
+    b"", b"POST /reset HTTP/1.1\r\n", b"POST /verify HTTP/1.1\r\nhost: localhost\r\n", b"GET /servers HTTP/1.1\r\n",
     b"POST /reset HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n",
     b"POST /verify HTTP/1.1\r\ncontent-length: 20\r\ncontent-length: 5\r\n\r\n",
 ])  # fmt: skip
@@ -317,7 +317,7 @@ def test_many_bytes_of_any_kind_are_no_harm(served: Served) -> None:
     throw(served, 10_000)
 
 
-POST = b"POST %s HTTP/1.1\r\nhost: a\r\n"
+POST = b"POST %s HTTP/1.1\r\nhost: localhost\r\n"
 BROKEN = {
     "no HTTP": b"hello\r\n\r\n",
     "TLS": bytes.fromhex("16030100c8010000c40303") + b"\0" * 40,
@@ -354,7 +354,7 @@ ENDLESS = {
     "the length of a chunk": (POST + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n", b"0" * 1000),
     "a body": (POST + b"content-length: 99999999999\r\n\r\n", b"[" * 1000),
     "chunks": (POST + b"transfer-encoding: chunked\r\n\r\n", b"3e8\r\n" + b"[" * 1000 + b"\r\n"),
-    "requests": (b"", b"GET /openapi.json HTTP/1.1\r\nhost: a\r\n\r\n"),
+    "requests": (b"", b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n"),
 }
 
 
@@ -385,7 +385,7 @@ def test_who_reads_no_answer_is_left_while_others_are_served(served: Served, mon
         body = json.dumps({"session": "large", "task": {"prompt": "x" * 15_000_000}}).encode()
         sent = POST % b"/reset" + b"content-length: %d\r\n\r\n" % len(body) + body
     else:
-        sent = b"GET /openapi.json HTTP/1.1\r\nhost: a\r\n\r\n" * 60
+        sent = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n" * 60
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         host, port = served.url.removeprefix("http://").split(":")

@@ -412,9 +412,9 @@ def test_while_it_stops_it_is_not_ready(waits: Waits) -> None:
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as step, socket.create_connection((host, int(port))) as other:
             body = json.dumps({"session": "a", "turn": 0, "action": "wait"}).encode()
-            step.sendall(b"POST /step HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+            step.sendall(b"POST /step HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
             assert waits.waiting.wait(60)
-            other.sendall(b"POST /renew HTTP/1.1\r\nhost: a\r\ncontent-length: 15\r\n\r\n")  # not whole
+            other.sendall(b"POST /renew HTTP/1.1\r\nhost: localhost\r\ncontent-length: 15\r\n\r\n")  # not whole
             other.sendall(b'{"sessions":[')
             stopping = threading.Thread(target=server.stop)
             stopping.start()
@@ -477,7 +477,7 @@ def test_headers_that_never_end_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> 
         assert talk(server, b"GET /health HTTP/1.1\r\n", b"a: b\r\n", b"c: ") == b""
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=60) as connection:
-            connection.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n")
+            connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
             assert b"200 OK" in connection.recv(1000)
             connection.sendall(b"GET /hea")
             assert connection.recv(1000) == b""
@@ -499,20 +499,20 @@ def test_headers_that_are_too_long_are_refused(server: Server) -> None:
 
 def test_bodies_that_never_end_are_cut_off(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
     monkeypatch.setattr(listening, "SLOWEST", 0.2)
-    found = talk(server, b"POST /reset HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\n{")
+    found = talk(server, b"POST /reset HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{")
     assert b" 408 " in found.splitlines()[0]
     assert b"the request had not arrived within 0.2 s; send it faster" in found
     assert b"connection: close" in found.lower()
 
 
 def test_a_body_that_is_too_large_is_not_read(server: Server) -> None:
-    found = talk(server, b"POST /reset HTTP/1.1\r\nhost: a\r\ncontent-length: 1000000000\r\n\r\n{")
+    found = talk(server, b"POST /reset HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000000\r\n\r\n{")
     assert b" 413 " in found.splitlines()[0]
     chunk = b"1000\r\n" + b"x" * 4096 + b"\r\n"
-    found = talk(server, b"POST /reset HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n", *[chunk] * 5)
+    found = talk(server, b"POST /reset HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n", *[chunk] * 5)
     assert b" 413 " in found.splitlines()[0]
     large = b"x" * (1 << 22)  # which is under way when the server refuses it
-    found = talk(server, b"POST /reset HTTP/1.1\r\nhost: a\r\ncontent-length: 1000000000\r\n\r\n", *[large] * 5)
+    found = talk(server, b"POST /reset HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000000\r\n\r\n", *[large] * 5)
     assert b" 413 " in found.splitlines()[0]
     assert talk(server, b"nonsense\r\n", *[large] * 5)[:13] == b"HTTP/1.1 400 "
 
@@ -523,7 +523,7 @@ def test_a_server_that_stops_does_not_wait_for_whom_it_has_refused(monkeypatch: 
     with nrl.serve(exact) as server:
         host, port = server.url.removeprefix("http://").split(":")
         connection = socket.create_connection((host, int(port)), timeout=120)
-        connection.sendall(b"POST /verify HTTP/1.1\r\nhost: a\r\ncontent-length: 1000000000\r\n\r\n{")
+        connection.sendall(b"POST /verify HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000000\r\n\r\n{")
         found = b""
         while more := connection.recv(65536):
             found += more
@@ -566,8 +566,8 @@ def test_a_client_that_leaves_in_the_middle_is_no_harm(server: Server) -> None:
 
 
 def test_requests_that_come_together_are_answered_in_their_order(server: Server) -> None:
-    one = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n"
-    last = b"GET /nowhere HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n"
+    one = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    last = b"GET /nowhere HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
     found = talk(server, one * 3 + last)
     assert re.findall(rb"HTTP/1.1 (\d+)", found) == [b"200"] * 3 + [b"404"]
 
@@ -662,7 +662,7 @@ def test_a_gigabyte_takes_no_memory(tmp_path: Path) -> None:
         part = b"x" * (1 << 20)
         if b"chunked" in head:
             part = b"100000\r\n" + part + b"\r\n"
-        found = talk(server, b"POST /verify HTTP/1.1\r\nhost: a\r\n" + head + b"\r\n\r\n", *[part] * 1000)
+        found = talk(server, b"POST /verify HTTP/1.1\r\nhost: localhost\r\n" + head + b"\r\n\r\n", *[part] * 1000)
         assert b" 413 " in found.splitlines()[0]
     assert resident() - before < 100 << 20  # it reads 64 MiB where no length is declared
     assert ask(url, "/health").status_code == 200
