@@ -313,10 +313,10 @@ class Samples {
   }
 
   /** The samples and heads of a chunk; chunk −1 is within the page. */
-  async chunk(number) {
+  chunk(number) {
     if (number < 0) return this.within;
-    const known = this.chunks.get(number);
-    const loaded = known ?? await loadFile(this.data.beside, number);
+    const loaded = this.chunks.get(number) ?? loadFile(this.data.beside, number);
+    loaded.catch(() => this.chunks.delete(number)); // the next look tries again
     this.chunks.delete(number);
     this.chunks.set(number, loaded);
     if (this.chunks.size > 8) this.chunks.delete(this.chunks.keys().next().value);
@@ -354,7 +354,7 @@ class Samples {
     }
     if (this.labels.length) add("flag", "show", select(flags));
     add("text", "search", Object.assign(document.createElement("input"), { type: "search" }));
-    add("size", "a page", select([8, 20, 50].map(size => [size, String(size)])));
+    add("size", "per page", select([8, 20, 50].map(size => [size, String(size)])));
     this.status = element("output", "status");
     this.status.setAttribute("aria-live", "polite");
     this.note = element("p", "quiet note");
@@ -370,12 +370,12 @@ class Samples {
       this.pager.append(button);
     };
     const size = () => Number(this.fields.size.value);
-    jump(`⏮ ${this.unit}`, `previous ${this.unit}`, () => this.neighbour(-1, false));
-    if (this.unit === "step") jump("⏮ group", "previous group", () => this.neighbour(-1, true));
-    jump("◀ page", "previous page", () => Math.max(0, this.at - size()));
-    jump("page ▶", "next page", () => (this.at + size() < this.matches.length ? this.at + size() : this.at));
-    if (this.unit === "step") jump("group ⏭", "next group", () => this.neighbour(1, true));
-    jump(`${this.unit} ⏭`, `next ${this.unit}`, () => this.neighbour(1, false));
+    jump(`« ${this.unit}`, `previous ${this.unit}`, () => this.neighbour(-1, false));
+    if (this.unit === "step") jump("« group", "previous group", () => this.neighbour(-1, true));
+    jump("‹ page", "previous page", () => Math.max(0, this.at - size()));
+    jump("page ›", "next page", () => (this.at + size() < this.matches.length ? this.at + size() : this.at));
+    if (this.unit === "step") jump("group »", "next group", () => this.neighbour(1, true));
+    jump(`${this.unit} »`, `next ${this.unit}`, () => this.neighbour(1, false));
     this.pager.append(this.status);
     this.list = element("div", "list");
     const legend = element("div", "legend", "advantage of a token: ", element("span", "", formatNumber(-this.data.peak)),
@@ -421,12 +421,10 @@ class Samples {
       return this.show();
     }
     this.matches = [];
-    let shown = false;
+    let shown = false, loaded = null, chunk;
     for (let i = 0; i < chosen.length; i++) {
       const { chunk: number, place } = chosen[i];
-      let chunk;
-      if (number < 0 || this.chunks.has(number)) chunk = number < 0 ? this.within : this.chunks.get(number);
-      else {
+      if (number !== loaded) {
         this.searched = i;
         this.tell();
         try {
@@ -436,6 +434,7 @@ class Samples {
           break;
         }
         if (change !== this.change) return;
+        loaded = number;
       }
       const sample = chunk.samples[place];
       if (textOf(sample, chunk.heads[sample.head]).includes(text)) this.matches.push(chosen[i]);
@@ -456,7 +455,7 @@ class Samples {
     const searching = this.searched === null ? "" : `, ${this.searched.toLocaleString("en-US")} searched so far`;
     this.status.textContent = `${range}${count(total, noun)}${searching}`;
     const notes = [], { beside, stride, file } = this.data;
-    if (stride > 1) notes.push(`${file} has more than can be shown, so each ${stride}th of its ${noun}s is kept here; the others are in the file alone.`);
+    if (stride > 1) notes.push(`${file} is larger than 256 MB, so one of ${stride} ${noun}s is here; the others are in that file alone.`);
     if (beside && this.missing) {
       notes.push(`This page has an even selection of ${count(this.within.samples.length, noun)}. All ${this.data.total.toLocaleString("en-US")} were in the folder ${beside.folder}, which is not beside it; copy the folder along with the page.`);
     }
@@ -468,6 +467,7 @@ class Samples {
     const change = this.change, shown = this.matches.slice(this.at, this.at + Number(this.fields.size.value));
     const showing = this.showing = (this.showing ?? 0) + 1;
     let elements = [];
+    this.broken = false;
     try {
       let before = null;
       for (const entry of shown) {
