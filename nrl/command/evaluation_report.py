@@ -85,7 +85,7 @@ def _answers(folder: Path, metrics: Mapping[str, Any], writer: SampleWriter) -> 
     if not path.is_file():
         return None, 0
     passing = float(config_of(folder).get("passing", 1.0))
-    names = [key.removesuffix("/eval/invalid") for key in metrics["metrics"] if key.endswith("/eval/invalid")]
+    names = [redact(key.removesuffix("/eval/invalid")) for key in metrics["metrics"] if key.endswith("/eval/invalid")]
     stride, unread = sample_pages.stride_of(path.stat().st_size), 0
     with path.open("rb") as lines:
         for number, line in enumerate(lines):

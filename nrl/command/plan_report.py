@@ -34,7 +34,8 @@ def report(found: Mapping[str, Any], step: Any, layout: Layout, gpu: Gpu, allowa
     each = speed["tokens_per_second"] * layout.dp / layout.slots
     host = f"{gpu.host / 1e9:g} GB/s to the host, " if step.offload else ""
     print(
-        f"estimate, not measured: {format_number(each)} tokens/s a device, HFU {speed['hfu']:.0%}, MFU {speed['mfu']:.0%}; from "
+        f"estimate, not measured: {format_number(each)} tokens/s a device, HFU {speed['hfu']:.0%}, "
+        f"MFU {speed['mfu']:.0%}; from "
         f"{gpu.flops / 1e12:.0f} TFLOP/s bfloat16, {gpu.float32 / 1e12:g} float32, "
         f"{gpu.bandwidth / 1e12:g} TB/s of memory, {gpu.link / 1e9:.0f} GB/s of NVLink, "
         f"{gpu.network / 1e9:g} GB/s of network a device beyond 8, {host}half of attention's squares, nothing at once"

@@ -202,7 +202,11 @@ def _times(numbers: Mapping[str, float]) -> list[str]:
     if not total > 0:
         return []
     phases["other"] = total - sum(phases.values())
-    return [f"{name} {format_seconds(value)} {value / total:.0%}" for name, value in phases.items() if value >= 0.005 * total]
+    return [
+        f"{name} {format_seconds(value)} {value / total:.0%}"
+        for name, value in phases.items()
+        if value >= 0.005 * total
+    ]
 
 
 _LEVELS = "▁▂▃▄▅▆▇█"

@@ -14,7 +14,21 @@ from numpy.typing import NDArray
 
 from nrl.log import NOISE, format_number, noise_limit
 
-__all__ = ["BOX", "NARROW", "Array", "Axis", "Histogram", "Series", "bars", "curve", "heatmap", "measured", "number", "precise", "stack"]
+__all__ = [
+    "BOX",
+    "NARROW",
+    "Array",
+    "Axis",
+    "Histogram",
+    "Series",
+    "bars",
+    "curve",
+    "heatmap",
+    "measured",
+    "number",
+    "precise",
+    "stack",
+]
 
 type Array = NDArray[np.floating[Any]]
 type Series = tuple[Array, Array]  # steps, values

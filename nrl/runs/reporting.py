@@ -1,8 +1,8 @@
 """The report of a run: ``report.html``, one page that needs only a browser and no network.
 
 Charts are SVG: `nrl.runs.charts` computes them and ``report.html.jinja`` writes them, so they need no scripts.
-``report.js`` shows numbers under the pointer, and samples (`nrl.runs.sample_pages`). A chart library would add 4.5 MB to
-each page. All texts pass through `nrl.log.redact`; the template escapes them, and the script writes them as text.
+``report.js`` shows numbers under the pointer, and samples (`nrl.runs.sample_pages`). A chart library would add 4.5 MB
+to each page. All texts pass through `nrl.log.redact`; the template escapes them, and the script writes them as text.
 """
 
 import base64
@@ -32,10 +32,11 @@ __all__ = ["report", "report_at_end", "write_page"]
 
 _TIMES = ("time/rollout", "time/train", "time/publish", "time/total")  # one chart shows them all
 _SAMPLED = frozenset({"reward", "lag", "tokens/sampled"})  # metrics of loops whose batches come from rollouts
-# Invisible or reordering characters, except for those that emoji are made with.
+# Invisible or reordering characters, except for those that emoji are made with; also for JavaScript, with its flag u.
 _HIDDEN = (
-    r"[\x00-\x1f\x7f-\xa0\xad\u061c\u180e\u2000-\u200c\u200e\u200f\u2028-\u202f\u205f-\u206f\ufeff\ud800-\udfff]"
-)  # of Python and, with the flag u, of JavaScript
+    r"[\x00-\x1f\x7f-\xa0\xad\u061c\u180e\u2000-\u200c\u200e\u200f\u2028-\u202f"
+    r"\u205f-\u206f\ufeff\ud800-\udfff]"
+)
 
 
 def report(out: str | Path) -> Path:
@@ -85,7 +86,9 @@ def report(out: str | Path) -> Path:
     return write_page(folder, loops, newest, calls.name if calls.is_file() else "", token)
 
 
-def write_page(folder: Path, loops: Sequence[Mapping[str, Any]], newest: float, calls: str = "", token: str = "") -> Path:
+def write_page(
+    folder: Path, loops: Sequence[Mapping[str, Any]], newest: float, calls: str = "", token: str = ""
+) -> Path:
     """Write ``report.html`` in one go: ``config.yaml``, and parts as the template reads them.
 
     Files beside it that belong to an earlier page are removed.
@@ -190,7 +193,9 @@ def _tiles(defined: Mapping[str, Series], steps: int) -> list[tuple[str, str, st
     for key in ("reward", "eval/reward", "eval/accuracy", "eval/loss", "accuracy", "loss"):
         if key in defined and len(tiles) < 5:
             values = defined[key][1][np.isfinite(defined[key][1])]
-            tiles.append((key, number(values[-1], key), f"at first {number(values[0], key)}" if len(values) > 1 else ""))
+            tiles.append(
+                (key, number(values[-1], key), f"at first {number(values[0], key)}" if len(values) > 1 else "")
+            )
     if "time/total" in defined:
         seconds = float(np.nansum(defined["time/total"][1]))
         tiles.append(("time", duration(seconds), f"{format_seconds(seconds / steps)} a step"))

@@ -1,8 +1,8 @@
 """The samples that a report shows: some within the page, and more in files beside it.
 
-A page has all samples where they are few. Where they are many, it has an even selection, so that it is of use when it is
-sent around alone, and all of them are in ``report_samples/`` beside it: an index to filter by, and chunks that the page
-loads when they are looked at. These are scripts, because a page that is opened as a file may read nothing else.
+A page has all samples where they are few. Where they are many, it has an even selection, so that it is of use when it
+is sent around alone, and all of them are in ``report_samples/`` beside it: an index to filter by, and chunks that the
+page loads when they are looked at. These are scripts, because a page that is opened as a file may read nothing else.
 """
 
 import hashlib

@@ -57,7 +57,14 @@ def test_tiny_values_of_other_metrics_are_noise(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.0, "0 s"), (0.00004, "4e-5 s"), (0.123456, "0.123 s"), (12.54, "12.5 s"), (999.6, "1,000 s"), (3600, "3,600 s")],
+    [
+        (0.0, "0 s"),
+        (0.00004, "4e-5 s"),
+        (0.123456, "0.123 s"),
+        (12.54, "12.5 s"),
+        (999.6, "1,000 s"),
+        (3600, "3,600 s"),
+    ],
 )
 def test_times_are_in_seconds(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text

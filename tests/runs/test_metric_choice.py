@@ -50,7 +50,13 @@ def test_the_first_row_is_what_a_reader_of_such_a_run_looks_for(logged: str, fir
 
 
 def test_other_metrics_follow_rewards_and_losses_first() -> None:
-    assert order_metrics(["b", "length/max", "loss", "a", "reward/max"]) == ["reward/max", "loss", "length/max", "b", "a"]
+    assert order_metrics(["b", "length/max", "loss", "a", "reward/max"]) == [
+        "reward/max",
+        "loss",
+        "length/max",
+        "b",
+        "a",
+    ]
 
 
 def series(**values: list[float]) -> dict[str, Series]:

@@ -21,7 +21,20 @@ from typing import Any
 
 from nrl.log import redact
 
-__all__ = ["DRIVER", "busy", "current", "record", "recording", "seconds_in_steps", "shown", "span", "spent", "step", "stopwatch", "unshown"]
+__all__ = [
+    "DRIVER",
+    "busy",
+    "current",
+    "record",
+    "recording",
+    "seconds_in_steps",
+    "shown",
+    "span",
+    "spent",
+    "step",
+    "stopwatch",
+    "unshown",
+]
 
 DRIVER = "driver"
 """The name of the driver's own rows."""
