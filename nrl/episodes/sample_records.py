@@ -36,8 +36,8 @@ def samples(batch: Batch, tokenizer: Any, n: int = 2, *, names: Sequence[str] = 
         - ``rows``: for each ``row`` (its place), ``group``, ``source``, ``version``, ``valid``, ``truncated``, ``cut``,
           ``status`` (its name), ``reward`` (a list where there are several), ``components`` (what it is made of, by
           name), ``env`` (the environment's own numbers), ``prompt`` (text up to the first token that was sampled) and,
-          for each token from there to the end, ``tokens`` (text; joined, they are the decoded response, so a token that ends within a
-          character is empty and the one that completes it has it), ``loss_mask``, ``advantages``,
+          for each token from there to the end, ``tokens`` (text; joined, they are the decoded response, so a token that
+          ends within a character is empty and the one that completes it has it), ``loss_mask``, ``advantages``,
           ``rollout_logprobs``. Fields without a column in the batch are left out.
         - ``parts`` of a row: who wrote what, in order; see `nrl.episodes.transcripts.Transcript`. Their texts are
           masked, as in the logs.
