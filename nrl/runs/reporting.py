@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from nrl.errors import DataError
-from nrl.log import duration, format_seconds, redact, redacted
+from nrl.log import duration, format_seconds, redact
 from nrl.runs import charts, sample_pages, shown_rows
 from nrl.runs.charts import Histogram, Series, measured, number
 from nrl.runs.metric_choice import is_flat, key_metrics, order_metrics, time_phases
@@ -250,12 +250,12 @@ def _rollouts(
                     counts = np.nan_to_num([measured(count) for count in value["counts"]])
                     if low <= high and counts.sum() > 0:
                         histograms.setdefault(key, []).append(Histogram(record["step"], low, high, counts))
-            for rows in shown_rows.episodes(record.get("rows")):
-                if count % stride == 0:
-                    episode = shown_rows.episode(redacted(rows))
-                    peak = max(peak, shown_rows.peak(episode["rows"]))
-                    writer.add(Sample(step=record["step"], **episode))
-                count += 1
+            episodes = shown_rows.episodes(record.get("rows"))
+            for rows in shown_rows.masked(episodes[-count % stride :: stride]):
+                episode = shown_rows.episode(rows)
+                peak = max(peak, shown_rows.peak(episode["rows"]))
+                writer.add(Sample(step=record["step"], **episode))
+            count += len(episodes)
     ordered = {key: sorted(some, key=lambda each: each.step) for key, some in histograms.items()}
     if not count:
         return ordered, None

@@ -8,10 +8,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nrl.log import redacted
 from nrl.runs.charts import measured, number, precise
 
-__all__ = ["answer_row", "episode", "episodes", "peak", "text_part"]
+__all__ = ["answer_row", "episode", "episodes", "masked", "peak", "text_part"]
 
+_NUMBERS = ("loss_mask", "advantages", "rollout_logprobs")  # of each token
 _ROWS = (3, 1)  # of an episode that forked, from its beginning and its end
 _TOKENS, _CHARACTERS = (1500, 500), (3000, 1000)  # of a row and of a text, likewise
 _SHORT = (400, 100)  # characters of a call, likewise
@@ -93,6 +95,15 @@ def answer_row(text: str, conversation: Any, facts: Sequence[tuple[str, Any]], f
     return {"facts": known, "more": [], "flags": list(flags), "fork": None, "parts": shown}
 
 
+def masked(episodes: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[dict[str, Any]]]:
+    """Mask secrets in the texts of episodes. Lists of numbers have none, and most of a log is numbers."""
+    texts = [[{key: row[key] for key in row if key not in _NUMBERS} for row in rows] for rows in episodes]
+    return [
+        [text | {key: row[key] for key in _NUMBERS if key in row} for text, row in zip(*pair, strict=True)]
+        for pair in zip(redacted(texts), episodes, strict=True)
+    ]
+
+
 def _without_texts(part: Any) -> Any:
     """A part without its texts: those of the tokens are shown."""
     unused = ("text", "content")
@@ -138,8 +149,7 @@ def _fork(row: Mapping[str, Any]) -> dict[str, Any]:
 def _parts(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Who wrote what; the tokens in the middle of a long row are left out, and what lies between them."""
     texts, mask, advantages, logprobs = (
-        row[key] if isinstance(row.get(key), list) else []
-        for key in ("tokens", "loss_mask", "advantages", "rollout_logprobs")
+        row[key] if isinstance(row.get(key), list) else [] for key in ("tokens", *_NUMBERS)
     )
     prompt, known = str(row.get("prompt", "")), _whole(row.get("parts"), len(texts))
     given: list[dict[str, Any]] = [{"role": "prompt"}, {"role": "policy", "tokens": [0, len(texts)]}]
@@ -147,12 +157,12 @@ def _parts(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     behind, from_end = sum(_TOKENS), len(texts) - _TOKENS[1]
 
     def run(first: int, stop: int) -> dict[str, Any]:
-        places = range(first, stop)
+        trained = [int(bool(value)) for value in mask[first:stop]]
         return {
-            "texts": [str(texts[place]) for place in places],
-            "trained": _column([int(place >= len(mask) or bool(mask[place])) for place in places]),
-            "advantages": _column([_rounded(advantages, place) for place in places]),
-            "logprobs": _column([_rounded(logprobs, place) for place in places]),
+            "texts": [str(text) for text in texts[first:stop]],
+            "trained": _column(trained + [1] * (stop - first - len(trained))),
+            "advantages": _numbers(advantages, first, stop),
+            "logprobs": _numbers(logprobs, first, stop),
         }
 
     start = next((part["tokens"][0] for part in given if part["role"] != "prompt"), 0)
@@ -181,15 +191,22 @@ def _parts(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     return parts
 
 
-def _column[T](values: list[T]) -> list[T] | T:
+def _column(values: list[Any]) -> Any:
     """Values of all tokens; a single value where they are all the same, which makes pages much smaller."""
-    return values[0] if values and all(value == values[0] for value in values) else values
+    return values[0] if values and values.count(values[0]) == len(values) else values
 
 
-def _rounded(values: Sequence[Any], place: int) -> float | None:
-    """A number of a token in as many digits as are shown."""
-    value = measured(values[place]) if place < len(values) else math.nan
-    return float(f"{value:.5g}") if math.isfinite(value) else None
+def _numbers(values: Sequence[Any], first: int, stop: int) -> Any:
+    """A column of numbers in as many digits as are shown; None for what is no number."""
+    some = list(values[first:stop])
+    if some and some.count(some[0]) == stop - first:
+        return _rounded(some[0])  # of most samples, all advantages
+    return _column([*map(_rounded, some), *[None] * (stop - first - len(some))])
+
+
+def _rounded(value: Any) -> float | None:
+    number = measured(value)
+    return float(f"{number:.5g}") if math.isfinite(number) else None
 
 
 def _whole(parts: Any, tokens: int) -> bool:
