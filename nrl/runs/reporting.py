@@ -259,7 +259,7 @@ def _rollouts(
     ordered = {key: sorted(some, key=lambda each: each.step) for key, some in histograms.items()}
     if not count:
         return ordered, None
-    return ordered, {"unit": "step", "file": "rollouts.jsonl", "peak": peak, "stride": stride} | writer.finish()
+    return ordered, {"unit": "step", "file": paths[0].name, "peak": peak, "stride": stride} | writer.finish()
 
 
 def _visible(text: str) -> Any:

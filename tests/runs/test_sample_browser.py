@@ -111,6 +111,7 @@ def test_samples_are_filtered(out: Path, opened: Opened) -> None:
     assert page.locator(".row .flag").all_inner_texts() == ["invalid"] * 4
 
 
+@pytest.mark.slow
 def test_the_browser_is_used_by_keyboard(out: Path, opened: Opened) -> None:
     page = opened(out)
     for control in page.locator(".filters :is(input, select)").all():
@@ -145,6 +146,7 @@ def contrast(page: Page, selector: str) -> float:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_controls_and_flags_stand_out(out: Path, opened: Opened, scheme: str) -> None:
     page = opened(out, scheme)
@@ -152,6 +154,7 @@ def test_controls_and_flags_stand_out(out: Path, opened: Opened, scheme: str) ->
         assert contrast(page, selector) >= 4.5, selector
 
 
+@pytest.mark.slow
 def test_numbers_in_the_page_follow_the_rule_of_the_log(out: Path, opened: Opened) -> None:
     page = opened(out)
     values = [(value, text) for value, text in EXAMPLES if re.fullmatch(r"-?[\d.e+-]+", repr(value))]
@@ -192,6 +195,7 @@ def test_all_of_many_samples_are_read_from_files_beside_the_page(many: Path, ope
     assert page.locator(".note").inner_text() == ""
 
 
+@pytest.mark.slow
 def test_a_page_that_is_sent_alone_says_what_it_lacks(many: Path, browser: Browser, tmp_path: Path) -> None:
     path = report(many)
     alone = tmp_path / "alone"
@@ -227,6 +231,7 @@ def test_files_of_an_earlier_report_are_removed(many: Path) -> None:
     assert [path.name for path in beside.iterdir()] == ["mine.txt"]
 
 
+@pytest.mark.slow
 def test_of_files_that_are_too_large_an_even_selection_is_shown(
     out: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,7 +261,7 @@ NASTY = [
 ]
 
 
-@pytest.mark.parametrize("limit", [10_000_000, 100])
+@pytest.mark.parametrize("limit", [pytest.param(10_000_000, marks=pytest.mark.slow), 100])
 def test_hostile_texts_are_texts_in_the_page_and_beside_it(
     tmp_path: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
