@@ -85,7 +85,7 @@ def test_saves_count_for_the_innermost_step_around_them(tmp_path: Path) -> None:
             ("driver", "eval 0", 10.5, 12.0, "eval"),
             ("driver", "save", 13.0, 14.0, None),
             ("driver", "save", 14.0, 14.25, None),
-            ("trainer", "train_step", 10.0, 10.5, None),
+            ("trainer", "save", 10.0, 10.5, None),
             ("driver", "train 3", 10.0, 20.0, "train"),
             ("driver", "save", 30.0, 31.0, None),  # in no step
         ]:

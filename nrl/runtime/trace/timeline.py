@@ -39,6 +39,7 @@ __all__ = [
 DRIVER = "driver"
 """The name of the driver's own rows."""
 
+_DRIVER_NUMBER = 1  # of its process in a file
 _LIMIT = 64_000_000  # bytes of a file, which a browser opens at once
 _TAIL = 65_536  # bytes, more than any event has
 _ROWS = 64  # of a rank, at most; it has more than one where its calls overlap
@@ -230,7 +231,7 @@ def seconds_in_steps(path: Path, name: str) -> dict[str, dict[int, float]]:
             _, _, number = str(event["name"]).rpartition(" ")
             if "cat" in event and number.isdecimal():
                 steps.append((start, end, event["cat"], int(number)))
-            elif event["name"] == name:
+            elif event["name"] == name and event["pid"] == _DRIVER_NUMBER:
                 spans.append((start, end))
     steps.sort()
     found: dict[str, dict[int, float]] = {}
@@ -276,7 +277,7 @@ class _Recorder:
         self._file: int | None = None
         self._size = 0
         self._over = False
-        self._numbers = {DRIVER: 1}  # by mesh, those in the file included
+        self._numbers = {DRIVER: _DRIVER_NUMBER}  # by mesh, those in the file included
         self._described: set[str] = set()
         self._rows: dict[tuple[str, int], list[_Row]] = {}
 
