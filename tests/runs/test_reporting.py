@@ -64,7 +64,7 @@ def opened(browser: Browser) -> Iterator[Opened]:
     wrong: list[str] = []
     contexts = []
 
-    def open_report(out: Path, scheme: Any = "light") -> Page:
+    def open_report(out: Path, scheme: Any = "light", written: Path | None = None) -> Page:
         context = browser.new_context(color_scheme=scheme, viewport={"width": 1280, "height": 800})
         context.set_default_timeout(5000)
         contexts.append(context)
@@ -80,7 +80,7 @@ def opened(browser: Browser) -> Iterator[Opened]:
         page = context.new_page()
         page.on("console", lambda message: wrong.append(message.text))
         page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.goto(report(out).as_uri())
+        page.goto((written or report(out)).as_uri())
         return page
 
     yield open_report

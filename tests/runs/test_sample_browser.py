@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Locator, Page
+from playwright.sync_api import Browser, Locator, Page, expect
 
 from nrl.runs import sample_pages
 from nrl.runs.reporting import report
@@ -57,7 +57,7 @@ def status(page: Page) -> str:
 
 
 def wait_for_title(page: Page, title: str) -> None:
-    page.wait_for_function("title => document.querySelector('h4')?.textContent === title", arg=title)
+    expect(page.locator("h4").first).to_have_text(title)
 
 
 def press(page: Page, label: str) -> list[str]:
@@ -180,7 +180,7 @@ def many(out: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_all_of_many_samples_are_read_from_files_beside_the_page(many: Path, opened: Opened) -> None:
     page = opened(many)
-    page.wait_for_function("document.querySelector('.status').textContent === '1–8 of 24 samples'")
+    expect(page.locator(".status")).to_have_text("1–8 of 24 samples")
     files = sorted(path.name.partition("-")[2] for path in (many / "report_samples").iterdir())
     assert files == ["0-0.js", "0-1.js", "0-2.js", "0-3.js", "0-index.js"]
     press(page, "next step")
@@ -190,7 +190,7 @@ def test_all_of_many_samples_are_read_from_files_beside_the_page(many: Path, ope
     assert texts(page) == [f"answer 3.{place}" for place in range(6)]
     field(page, "step from").fill("")
     field(page, "search").fill("answer 2.4")
-    page.wait_for_function("document.querySelectorAll('.list .row').length === 1")
+    expect(page.locator(".list .row")).to_have_count(1)
     assert (texts(page), status(page)) == (["answer 2.4"], "1–1 of 1 sample")
     assert page.locator(".note").inner_text() == ""
 
@@ -204,7 +204,7 @@ def test_a_page_that_is_sent_alone_says_what_it_lacks(many: Path, browser: Brows
     with browser.new_context() as context:
         page = context.new_page()
         page.goto((alone / "report.html").as_uri())
-        page.wait_for_function("document.querySelector('.note').textContent !== ''")
+        expect(page.locator(".note")).not_to_be_empty()
         count = int(re.findall(r"of (\d+) samples", status(page))[0])
         assert 4 <= count < 24
         assert page.locator(".note").inner_text() == (
@@ -277,7 +277,7 @@ def test_hostile_texts_are_texts_in_the_page_and_beside_it(
     (tmp_path / "rollouts.jsonl").write_text(json.dumps(rollouts(*rows)))
     page = opened(tmp_path)
     field(page, "per page").select_option("50")
-    page.wait_for_function(f"document.querySelectorAll('.list .row').length === {len(NASTY)}")
+    expect(page.locator(".list .row")).to_have_count(len(NASTY))
     assert (tmp_path / "report_samples").exists() == (limit == 100)
     assert page.evaluate("window.hacked") is None
     assert page.evaluate("({}).rows") is None
@@ -312,23 +312,21 @@ def test_a_hundred_thousand_samples(tmp_path: Path, opened: Opened) -> None:
     assert sum(each.stat().st_size for each in beside) < (tmp_path / "rollouts.jsonl").stat().st_size
     assert max(each.stat().st_size for each in beside) < 10_000_000
 
-    began = time.monotonic()
-    page = opened(tmp_path)  # writes the page once more
-    page.set_default_timeout(60_000)
+    page = opened(tmp_path, written=path)
     began = time.monotonic()
     page.reload()
-    page.wait_for_function("document.querySelector('.status').textContent === '1–8 of 100,000 samples'")
+    expect(page.locator(".status")).to_have_text("1–8 of 100,000 samples", timeout=60_000)
     assert time.monotonic() - began < 10
     began = time.monotonic()
     field(page, "step from").fill("987")
     field(page, "show").select_option("truncated")
-    page.wait_for_function("document.querySelector('.status').textContent === '1–8 of 13 samples'")
+    expect(page.locator(".status")).to_have_text("1–8 of 13 samples", timeout=60_000)
     wait_for_title(page, "Step 987 · group 1")
     assert time.monotonic() - began < 10
     field(page, "step from").fill("")
     field(page, "show").select_option("all")
     began = time.monotonic()
     field(page, "search").fill("needle-998-17")
-    page.wait_for_function("document.querySelector('.status').textContent === '1–1 of 1 sample'")
+    expect(page.locator(".status")).to_have_text("1–1 of 1 sample", timeout=120_000)
     assert time.monotonic() - began < 60
     assert texts(page)[0].endswith("needle-998-17")
