@@ -328,11 +328,12 @@ class Samples {
     form.setAttribute("role", "search");
     form.addEventListener("submit", event => event.preventDefault());
     this.fields = {};
-    const add = (name, label, field) => {
+    const add = (name, label, field, spoken = label) => {
       field.id = `filter-${controls++}`;
       field.name = name;
       const text = element("label", "", label);
       text.htmlFor = field.id;
+      field.setAttribute("aria-label", spoken);
       form.append(element("span", "field", text, field));
       this.fields[name] = field;
       field.addEventListener("input", () => this.filter(true));
@@ -344,10 +345,10 @@ class Samples {
       return field;
     };
     add("first", `${this.unit} from`, number());
-    add("last", "to", number());
+    add("last", "to", number(), `${this.unit} to`);
     if (this.sources.length > 1) add("source", "source", select([["", "all"], ...this.sources.map((name, i) => [i, name || "none"])]));
     add("low", "reward from", number());
-    add("high", "to", number());
+    add("high", "to", number(), "reward to");
     const flags = [["", "all"], ...this.labels.map((label, i) => [`+${i}`, label])];
     for (const [label, text] of [["invalid", "valid"], ["truncated", "not truncated"]]) {
       if (this.labels.includes(label)) flags.push([`-${this.labels.indexOf(label)}`, text]);
