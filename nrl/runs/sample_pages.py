@@ -106,7 +106,7 @@ class SampleWriter:
     def add(self, sample: Sample) -> None:
         """Add a sample; steps and groups come in order."""
         place = len(self._index["step"])
-        facts = {"step": sample.step if math.isfinite(sample.step) else None, "group": sample.group}
+        facts: dict[str, Any] = {"step": sample.step if math.isfinite(sample.step) else None, "group": sample.group}
         facts["source"] = self._sources.setdefault(sample.source, len(self._sources))
         facts["reward"] = None if sample.reward is None else float(f"{sample.reward:.6g}")
         facts["flags"] = [self._labels.setdefault(flag, len(self._labels)) for flag in sample.flags]
