@@ -95,4 +95,5 @@ _NONE: Series = (np.empty(0), np.empty(0))
 
 
 def _seconds_at(steps: Array, seconds: Mapping[float, float]) -> Array:
-    return np.nan_to_num(np.array([seconds.get(step, 0.0) for step in steps.tolist()], dtype=float))
+    found: Array = np.nan_to_num(np.array([seconds.get(step, 0.0) for step in steps.tolist()], dtype=float))
+    return found

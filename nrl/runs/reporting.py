@@ -154,7 +154,7 @@ def _loop_of(path: Path) -> str:
 
 
 def _loop(
-    name: str, paths: Sequence[Path], busy: Mapping[str, float], saves: Mapping[float, float], writer: SampleWriter
+    name: str, paths: Sequence[Path], busy: Mapping[str, float], saves: Mapping[int, float], writer: SampleWriter
 ) -> dict[str, Any]:
     """The page's part on a loop."""
     unread: list[int] = []
@@ -166,7 +166,9 @@ def _loop(
     low, high = (min(every), max(every)) if every else (0.0, 0.0)
     x = charts.Axis(low, high, charts.BOX["left"], charts.BOX["right"])
     defined = {key: series for key, series in metrics.items() if np.isfinite(series[1]).any()}
-    phases = time_phases(defined, bool(rollouts) or not _SAMPLED.isdisjoint(defined), saves)
+    phases = time_phases(
+        defined, bool(rollouts) or not _SAMPLED.isdisjoint(defined), {float(step): saves[step] for step in saves}
+    )
     curves = {key: series for key, series in defined.items() if key not in (_TIMES if phases else ())}
     flat = [key for key, (_, values) in curves.items() if is_flat(key, values)]
     curves = {key: series for key, series in curves.items() if key not in flat}

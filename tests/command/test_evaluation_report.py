@@ -43,7 +43,7 @@ def write_evaluation(out: Path, results: Sequence[Graded], passing: float = 1.0)
 def evaluation(tmp_path: Path) -> Path:
     """One task with a verifier, and one that an environment played."""
     prompt = [{"role": "user", "content": "1+1= <b>"}]
-    talk = [
+    talk: list[Mapping[str, Any]] = [
         {"role": "prompt", "text": "guess", "tokens": [0, 2]},
         {"role": "policy", "text": "12", "reward": 0.25, "tokens": [2, 4], "calls": [{"name": "f", "arguments": {}}]},
         {"role": "environment", "text": "higher", "tokens": [4, 5]},
