@@ -32,7 +32,7 @@ from nrl.envs import Task
 from nrl.envs.shipped import Environments
 from nrl.episodes.grades import Graded, grade, measure
 from nrl.errors import ConfigError, EnvError, ModelError, NrlError
-from nrl.log import JsonLines, Progress
+from nrl.log import JsonLines, Progress, format_number
 from nrl.reduce import Mean, Metrics, finalize, merge, over_something, prefixed
 from nrl.runs import config_file, folder
 from nrl.runtime import cluster
@@ -235,6 +235,6 @@ def _table(metrics: Metrics, cfg: Evaluation) -> Table:
     for key, value in metrics.items():
         number = finalize({key: value})[key]
         what = "tasks" if "eval/pass@" in key or "eval/majority" in key else "samples"
-        over = f"{int(value.weight)} {what}" if isinstance(value, Mean) else ""
-        table.add_row(key, f"{number:.4f}" if over else f"{number:g}", over)
+        over = f"{int(value.weight):,} {what}" if isinstance(value, Mean) else ""
+        table.add_row(key, format_number(number, key), over)
     return table

@@ -12,9 +12,11 @@ from nrl.command.evaluation_folder import MARK, config_of
 from nrl.envs.contract import text_of
 from nrl.episodes.grades import Graded
 from nrl.errors import DataError
-from nrl.log import redact
-from nrl.runs import charts, config_file
+from nrl.log import redact, redacted
+from nrl.runs import charts, config_file, sample_pages
 from nrl.runs.reporting import write_page
+from nrl.runs.sample_pages import Sample, SampleWriter
+from nrl.runs.shown_rows import answer_row, text_part
 
 __all__ = ["is_evaluation", "of_tasks", "report", "write_tasks"]
 
@@ -68,7 +70,92 @@ def report(folder: Path) -> Path:
         )
     metrics = json.loads(paths[0].read_text(encoding="utf-8"))
     tasks = [json.loads(line) for line in paths[1].read_text(encoding="utf-8").splitlines()]
-    return write_page(folder, [_part(metrics, tasks)], max(path.stat().st_mtime for path in paths))
+    token = sample_pages.token_of([*paths, *folder.glob("results.jsonl")])
+    part = _part(metrics, tasks)
+    part["samples"], part["unread"] = _answers(folder, metrics, SampleWriter(folder, f"{token}-0"))
+    return write_page(folder, [part], max(path.stat().st_mtime for path in paths), token=token)
+
+
+def _answers(folder: Path, metrics: Mapping[str, Any], writer: SampleWriter) -> tuple[dict[str, Any] | None, int]:
+    """What the page is to know of the answers, and how many lines of results could not be read.
+
+    The writer gets the answers to all tasks, or to an even selection where there are very many.
+    """
+    path = folder / "results.jsonl"
+    if not path.is_file():
+        return None, 0
+    passing = float(config_of(folder).get("passing", 1.0))
+    names = [redact(key.removesuffix("/eval/invalid")) for key in metrics["metrics"] if key.endswith("/eval/invalid")]
+    stride, unread = sample_pages.stride_of(path.stat().st_size), 0
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines):
+            if number % stride:
+                continue
+            try:
+                record = json.loads(line)
+                task = record.pop("task")
+                graded = Graded(**redacted(record))
+                samples = _samples_of(task, graded, passing, names)
+            except (ValueError, TypeError, AttributeError, LookupError):
+                unread += 1
+                continue
+            for sample in samples:
+                writer.add(sample)
+    known = writer.finish()
+    if not known["total"]:
+        return None, unread
+    return {"unit": "task", "file": "results.jsonl", "peak": 0.0, "stride": stride} | known, unread
+
+
+def _samples_of(task: int, graded: Graded, passing: float, names: Sequence[str]) -> list[Sample]:
+    """The answers to a task, below its prompt and the right answer."""
+    valid = [reward for reward in graded.rewards if reward is not None]
+    passed = sum(reward >= passing for reward in valid)
+    parts = [("prompt", text_part("prompt", text_of(graded.prompt), graded.prompt))]
+    if graded.answer is not None:
+        text = graded.answer if isinstance(graded.answer, str) else json.dumps(graded.answer, ensure_ascii=False)
+        parts.append(("reference", text_part("prompt", text)))
+    source = graded.fields.get("source")
+    if isinstance(source, int) and 0 <= source < len(names):
+        source = names[source]
+    head = {"facts": [("task", str(task)), ("passed", f"{passed} of {len(valid)}")], "parts": parts}
+    return [
+        Sample(
+            step=float(task),
+            group="",
+            source="" if source is None else str(source),
+            reward=reward,
+            flags=_flags(graded, place, passing),
+            rows=[_row(graded, place, passing)],
+            head=head,
+        )
+        for place, reward in enumerate(graded.rewards)
+    ]
+
+
+def _flags(graded: Graded, place: int, passing: float) -> list[str]:
+    reward = graded.rewards[place]
+    verdict = "invalid" if reward is None else "right" if reward >= passing else "wrong"
+    unanswered = graded.answers is not None and graded.answers[place] is None
+    status = graded.statuses[place] if graded.statuses else "ok"
+    flags = {"truncated": graded.truncated[place], "unanswered": unanswered, status: status != "ok"}
+    return [verdict, *(flag for flag, raised in flags.items() if raised)]
+
+
+def _row(graded: Graded, place: int, passing: float) -> dict[str, Any]:
+    facts: list[tuple[str, Any]] = [("sample", place), ("reward", graded.rewards[place])]
+    if graded.answers is not None and graded.answers[place] is not None:
+        facts.append(("answer", graded.answers[place]))
+    facts.append(("tokens", graded.lengths[place]))
+    if graded.turns is not None:
+        facts.append(("turns", graded.turns[place]))
+    known = {name: values[place] for name, values in graded.numbers.items()}
+    facts += [(name, value) for name, value in known.items() if value is not None]
+    failure = graded.failures[place] if graded.failures else None
+    if failure:
+        facts.append(("error", failure.get("error")))
+    conversation = graded.conversations[place] if graded.conversations else None
+    return answer_row(graded.samples[place], conversation, facts, _flags(graded, place, passing))
 
 
 def _part(metrics: Mapping[str, Any], tasks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -91,11 +178,11 @@ def _part(metrics: Mapping[str, Any], tasks: Sequence[Mapping[str, Any]]) -> dic
             x = charts.Axis(ks[0], ks[-1], charts.BOX["left"], charts.BOX["right"])
             first.append(charts.curve(redact(f"{name}pass@k, by k"), ks, values, x))
     rows = [
-        [str(each["task"]), *(_shown(each[key]) for key in _NUMBERS), str(each["invalid"]), _short(each["prompt"])]
+        [f"{each['task']:,}", *(_shown(each[key]) for key in _NUMBERS), str(each["invalid"]), _short(each["prompt"])]
         for each in tasks[:_ROWS]
     ]
     title = f"Tasks, the first {_ROWS} of {len(tasks)}" if len(tasks) > _ROWS else "Tasks"
-    every = [[_shown(value), str(over.get(key, "")), redact(key)] for key, value in numbers.items()]
+    every = [[_shown(value), f"{over[key]:,}" if key in over else "", redact(key)] for key, value in numbers.items()]
     tiles = [("tasks", f"{metrics['tasks']:,}", "")]
     tiles += [
         (key, _shown(numbers[key]), "") for key in ("eval/reward", "eval/pass@1", "eval/invalid") if key in numbers
@@ -105,7 +192,6 @@ def _part(metrics: Mapping[str, Any], tasks: Sequence[Mapping[str, Any]]) -> dic
         "name": "evaluation",
         "tiles": tiles,
         "first": first,
-        "heatmaps": [],
         "times": [],
         "tables": [("Metrics", ["value", "over", "metric"], every), (title, header, rows)],
     }

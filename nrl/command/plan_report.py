@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from nrl.log import format_number
 from nrl.plan.gpus import Gpu, estimate
 from nrl.runtime import Layout
 
@@ -24,7 +25,7 @@ def report(found: Mapping[str, Any], step: Any, layout: Layout, gpu: Gpu, allowa
     """
     if not driven:
         whose = "this process" if "stage" in found else "a model"
-        print(f"closed forms, not driven: {found['count'] / 1e9:.2f}e9 parameters of {whose}")
+        print(f"closed forms, not driven: {format_number(found['count'])} parameters of {whose}")
     for line in (*_memory(found, gpu, allowance), *_step(found), *_life(found)):
         print(line)
     from nrl.plan.closed import rows_of
@@ -33,7 +34,8 @@ def report(found: Mapping[str, Any], step: Any, layout: Layout, gpu: Gpu, allowa
     each = speed["tokens_per_second"] * layout.dp / layout.slots
     host = f"{gpu.host / 1e9:g} GB/s to the host, " if step.offload else ""
     print(
-        f"estimate, not measured: {each:.0f} tokens/s a device, HFU {speed['hfu']:.0%}, MFU {speed['mfu']:.0%}; from "
+        f"estimate, not measured: {format_number(each)} tokens/s a device, HFU {speed['hfu']:.0%}, "
+        f"MFU {speed['mfu']:.0%}; from "
         f"{gpu.flops / 1e12:.0f} TFLOP/s bfloat16, {gpu.float32 / 1e12:g} float32, "
         f"{gpu.bandwidth / 1e12:g} TB/s of memory, {gpu.link / 1e9:.0f} GB/s of NVLink, "
         f"{gpu.network / 1e9:g} GB/s of network a device beyond 8, {host}half of attention's squares, nothing at once"
@@ -147,4 +149,4 @@ def search_lines(
 def _line(each: Any, how: str) -> str:
     over = "" if each.fits else f"{each.over / GIB:.1f}"
     where = "" if each.fits or each.stage == "train" else f", in {each.stage}"
-    return f"{each.peak / GIB:9.1f} {over:>9} {each.tokens_per_second:9.0f}  {each.settings}{how}{where}"
+    return f"{each.peak / GIB:9.1f} {over:>9} {format_number(each.tokens_per_second):>9}  {each.settings}{how}{where}"

@@ -16,7 +16,7 @@ __all__ = ["samples"]
 _BINS = 20
 
 
-def samples(batch: Batch, tokenizer: Any, n: int = 2) -> dict[str, Any]:
+def samples(batch: Batch, tokenizer: Any, n: int = 2, *, names: Sequence[str] = ()) -> dict[str, Any]:
     """A record of a rollout for ``rollouts.jsonl``: histograms, and some episodes as text, turn by turn.
 
     Args:
@@ -25,6 +25,7 @@ def samples(batch: Batch, tokenizer: Any, n: int = 2) -> dict[str, Any]:
         n: how many episodes to show: the best and the worst of the first group whose rewards differ, then the others in
             their order. Without ``episode_ids`` a row is an episode; of one that forked all rows are shown, next to one
             another.
+        names: of the sources, by their number, as in `nrl.per_source`; without them a ``source`` is a number.
 
     Returns:
         Values of JSON alone; numbers that are not finite are None.
@@ -32,11 +33,11 @@ def samples(batch: Batch, tokenizer: Any, n: int = 2) -> dict[str, Any]:
         - ``rewards``, ``lengths``: histograms over all valid episodes, ``{"low", "high", "counts"}`` with 20 bins of
           equal width from the lowest to the highest value; without rows None, None and no counts. Several rewards are
           added up; a length is the number of sampled tokens.
-        - ``rows``: for each ``row`` (its place), ``group``, ``version``, ``valid``, ``truncated``, ``cut``, ``status``
-          (its name), ``reward`` (a list where there are several), ``components`` (what it is made of, by name), ``env``
-          (the environment's own numbers), ``prompt`` (text up to the first token that was sampled) and, for each token
-          from there to the end, ``tokens`` (text; joined, they are the decoded response, so a token that ends within a
-          character is empty and the one that completes it has it), ``loss_mask``, ``advantages``,
+        - ``rows``: for each ``row`` (its place), ``group``, ``source``, ``version``, ``valid``, ``truncated``, ``cut``,
+          ``status`` (its name), ``reward`` (a list where there are several), ``components`` (what it is made of, by
+          name), ``env`` (the environment's own numbers), ``prompt`` (text up to the first token that was sampled) and,
+          for each token from there to the end, ``tokens`` (text; joined, they are the decoded response, so a token that
+          ends within a character is empty and the one that completes it has it), ``loss_mask``, ``advantages``,
           ``rollout_logprobs``. Fields without a column in the batch are left out.
         - ``parts`` of a row: who wrote what, in order; see `nrl.episodes.transcripts.Transcript`. Their texts are
           masked, as in the logs.
@@ -80,6 +81,9 @@ def samples(batch: Batch, tokenizer: Any, n: int = 2) -> dict[str, Any]:
         for name in ("group", "version", "valid", "truncated", "cut"):
             if (key := "group_ids" if name == "group" else name) in columns:
                 known[name] = columns[key][place].item()
+        if "source" in columns:
+            source = int(columns["source"][place])
+            known["source"] = names[source] if 0 <= source < len(names) else source
         known |= _of_episode(columns, place, rows)
         known |= {"reward": numbers(rewards[place]), "prompt": read.prompt, "tokens": read.tokens}
         known["loss_mask"] = columns["loss_mask"][place, read.start : read.end].tolist()

@@ -1,17 +1,22 @@
 """Logging: metrics and samples to JSONL files, the terminal, Weights & Biases, TensorBoard and MLflow."""
 
 from nrl.log.jsonlines import JsonLines
+from nrl.log.number_text import NOISE, format_number, format_seconds, noise_limit
 from nrl.log.redaction import error_text, redact, redacted
 from nrl.log.sinks import Sink, open_sinks
 from nrl.log.terminal import Progress, duration
 from nrl.log.waits import wait_for, wait_until, waiting
 
 __all__ = [
+    "NOISE",
     "JsonLines",
     "Progress",
     "Sink",
     "duration",
     "error_text",
+    "format_number",
+    "format_seconds",
+    "noise_limit",
     "open_sinks",
     "redact",
     "redacted",

@@ -22,6 +22,8 @@ from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
+from nrl.log.number_text import format_number, format_seconds
+
 __all__ = ["Progress", "duration"]
 
 _SHOWN = (
@@ -118,7 +120,7 @@ class Progress:
         if draws:
             self._draw(loop, now)
         else:
-            metrics = (f"{key} {value:.4g}" for key, value in loop.chosen.items())
+            metrics = (f"{key} {format_number(value, key)}" for key, value in loop.chosen.items())
             line = [f"{phase} {step + 1}/{steps}", *metrics, f"{loop.left(now)} left"]
             print(" | ".join(line), flush=True)  # noqa: T201 (this is the module that prints)
 
@@ -187,9 +189,8 @@ def _panel(loop: _Seen, now: float, width: int) -> Panel:
 
 
 def _cell(key: str, value: float, history: Sequence[float], width: int) -> Text:
-    number = f"{value:,.0f}" if key == "tokens_per_second" else f"{value:.4g}"
     name = key.replace("tokens_per_second", "tokens/s").replace("grad_norm", "grad norm")
-    text = Text.assemble((f"{name:<11} ", "dim"), f"{number:<10} ")
+    text = Text.assemble((f"{name:<11} ", "dim"), f"{format_number(value, key):<10} ")
     return text.append(_sparkline(history, min(24, width - len(text) - 2)), style="cyan")
 
 
@@ -201,7 +202,11 @@ def _times(numbers: Mapping[str, float]) -> list[str]:
     if not total > 0:
         return []
     phases["other"] = total - sum(phases.values())
-    return [f"{name} {value:.2f} s {value / total:.0%}" for name, value in phases.items() if value >= 0.005 * total]
+    return [
+        f"{name} {format_seconds(value)} {value / total:.0%}"
+        for name, value in phases.items()
+        if value >= 0.005 * total
+    ]
 
 
 _LEVELS = "▁▂▃▄▅▆▇█"

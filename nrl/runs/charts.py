@@ -12,7 +12,23 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BOX", "Array", "Axis", "Histogram", "Series", "bars", "curve", "heatmap", "measured", "number", "stack"]
+from nrl.log import NOISE, format_number, noise_limit
+
+__all__ = [
+    "BOX",
+    "NARROW",
+    "Array",
+    "Axis",
+    "Histogram",
+    "Series",
+    "bars",
+    "curve",
+    "heatmap",
+    "measured",
+    "number",
+    "precise",
+    "stack",
+]
 
 type Array = NDArray[np.floating[Any]]
 type Series = tuple[Array, Array]  # steps, values
@@ -20,7 +36,7 @@ type Series = tuple[Array, Array]  # steps, values
 
 BOX = {"width": 360, "height": 180, "left": 50, "right": 352, "top": 8, "bottom": 158}  # of a chart and of its plot
 _TOP, _BOTTOM = BOX["top"], BOX["bottom"]
-_SAME = 1e-6  # relative; smaller differences are rounding of float32, and drawn level
+NARROW = 252  # the right end of the plot of a chart in a row of many
 _POINTS = 1000  # of a curve, at most
 _COLUMNS, _BINS, _SHADES = 100, 20, 8  # of a heatmap, at most
 
@@ -38,7 +54,7 @@ class Axis:
     """Places of values between ``start`` and ``end``; a single value is in the middle."""
 
     def __init__(self, low: float, high: float, start: float, end: float) -> None:
-        if high - low <= _SAME * max(abs(low), abs(high)):
+        if high - low <= NOISE * max(abs(low), abs(high)):
             margin = 0.5 if float(low).is_integer() and abs(low) < 1e6 else abs(low) / 10
             low, high = low - margin, high + margin
         self.low, self.high, self.start, self.end = low, high, start, end
@@ -55,14 +71,23 @@ class Axis:
         width = max(width, 1.0) if whole else width
         places = np.arange(math.ceil(self.low / width - 1e-9), math.floor(self.high / width + 1e-9) + 1)
         digits = math.ceil(math.log10(max(abs(self.low), abs(self.high)) / width)) + 1  # that tell two apart
-        return [(number(place * width, max(digits, 6)), round(float(self(place * width)), 1)) for place in places]
+        return [(precise(place * width, max(digits, 6)), round(float(self(place * width)), 1)) for place in places]
 
 
-def number(value: float, digits: int = 4) -> str:
-    """A number as people read it.
+def number(value: float, name: str = "") -> str:
+    """Format a number as the log does, with a typographic minus; ``name`` is that of its metric.
 
     >>> number(-0.000012345), number(1234567), number(0.5), number(math.nan)
-    ('−1.234e−5', '1.235e6', '0.5', 'undefined')
+    ('−1.234e−5', '1.235M', '0.5', 'undefined')
+    """
+    return format_number(value, name).replace("-", "−") if math.isfinite(value) else "undefined"
+
+
+def precise(value: float, digits: int) -> str:
+    """Format a number that has to be told from its neighbours, such as a tick or the number of a row.
+
+    >>> precise(1048581, 9), precise(1.00001, 6), precise(-1e-13, 6)
+    ('1048581', '1.00001', '−1e−13')
     """
     if not math.isfinite(value):
         return "undefined"
@@ -85,6 +110,8 @@ def _chart(kind: str, name: str, x: Axis, y: Axis, steps: Array, series: Mapping
         "name": name,
         "x": x.ticks(5, whole=True),
         "y": y.ticks(4),
+        "right": x.end,
+        "noise": noise_limit(name),
         "x_range": f"{x.low:.9g} {x.high:.9g}",
         "steps": " ".join(f"{step:.9g}" for step in steps),
         "series": ";".join(" ".join(f"{value:.5g}" for value in values) for values in series.values()),
@@ -99,10 +126,10 @@ def curve(name: str, steps: Array, values: Array, x: Axis) -> dict[str, Any]:
     y = Axis(low, high, _BOTTOM - 6, _TOP + 6)
     kept = _thinned(values)
     window = max(5, int(finite.sum()) // 20) | 1
-    smooth = finite.sum() >= 50 and high - low > _SAME * max(abs(low), abs(high))
+    smooth = finite.sum() >= 50 and high - low > NOISE * max(abs(low), abs(high))
     middle = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), _POINTS // 2)).astype(int))
     return _chart("curve", name, x, y, steps[kept], {"": values[kept]}) | {
-        "last": number(values[finite][-1]),
+        "last": number(values[finite][-1], name),
         "lost": int((~finite).sum()),
         "path": _path(x(steps[kept]), y(values[kept])),
         "dots": _path(x(steps[finite]), y(values[finite]), joined=False) if finite.sum() <= 30 else "",

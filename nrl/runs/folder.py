@@ -28,6 +28,7 @@ _KEPT_BY_NRL = frozenset(  # written whatever becomes of the run
         "mlflow-run",
         "mlflow.db",
         "report.html",
+        "report_samples",
         "tensorboard",
         "timeline.json",
         "wandb",

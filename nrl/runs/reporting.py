@@ -1,11 +1,13 @@
 """The report of a run: ``report.html``, one page that needs only a browser and no network.
 
-Charts are SVG: `nrl.runs.charts` computes them and ``report.html.jinja`` writes them, so they need no scripts. A short
-script in the page shows numbers under the pointer. A chart library would add 4.5 MB to each page. All texts pass
-through `nrl.log.redact`, and the template escapes them.
+Charts are SVG: `nrl.runs.charts` computes them and ``report.html.jinja`` writes them, so they need no scripts.
+``report.js`` shows numbers under the pointer, and samples (`nrl.runs.sample_pages`). A chart library would add 4.5 MB
+to each page. All texts pass through `nrl.log.redact`; the template escapes them, and the script writes them as text.
 """
 
+import base64
 import functools
+import hashlib
 import json
 import math
 import os
@@ -19,21 +21,21 @@ from typing import Any
 import numpy as np
 
 from nrl.errors import DataError
-from nrl.log import duration, redact, redacted
-from nrl.runs import charts, shown_rows
-from nrl.runs.charts import Array, Histogram, Series, measured, number
+from nrl.log import duration, format_seconds, redact
+from nrl.runs import charts, sample_pages, shown_rows
+from nrl.runs.charts import Histogram, Series, measured, number
+from nrl.runs.metric_choice import is_flat, key_metrics, order_metrics, time_phases
+from nrl.runs.sample_pages import Sample, SampleWriter
 from nrl.runtime.trace import timeline
 
 __all__ = ["report", "report_at_end", "write_page"]
 
-# Metrics to read first, in this order; all others follow below.
-_FIRST = tuple(
-    map(re.compile, (r"reward(/|$)", r"loss(/|$)", r"eval/", r"mismatch/", r"(.*[_/])?kl(/|$)", r"length", r"accuracy"))
-)
-_TIMES = ("time/rollout", "time/train")
-# Invisible or reordering characters, except for those that emoji are made with.
-_HIDDEN = re.compile(
-    r"[\x00-\x1f\x7f-\xa0\xad\u061c\u180e\u2000-\u200c\u200e\u200f\u2028-\u202f\u205f-\u206f\ufeff\ud800-\udfff]"
+_TIMES = ("time/rollout", "time/train", "time/publish", "time/total")  # one chart shows them all
+_SAMPLED = frozenset({"reward", "lag", "tokens/sampled"})  # metrics of loops whose batches come from rollouts
+# Invisible or reordering characters, except for those that emoji are made with; also for JavaScript, with its flag u.
+_HIDDEN = (
+    r"[\x00-\x1f\x7f-\xa0\xad\u061c\u180e\u2000-\u200c\u200e\u200f\u2028-\u202f"
+    r"\u205f-\u206f\ufeff\ud800-\udfff]"
 )
 
 
@@ -42,9 +44,10 @@ def report(out: str | Path) -> Path:
 
     It shows, for each loop, its metrics over its steps (of ``metrics.jsonl``, and of others such as ``warmup.jsonl``),
     the times of its phases, how busy each mesh was (with a link to ``timeline.json``), the distributions of rewards and
-    lengths, and samples of ``rollouts.jsonl``, turn by turn, with tokens coloured by advantage; and ``config.yaml``.
-    Files that are missing are left out; lines that cannot be read are counted. A curve of more than 1,000 steps keeps
-    the lowest and the highest of each few.
+    lengths, and the samples of ``rollouts.jsonl``, turn by turn, with tokens coloured by advantage; and
+    ``config.yaml``. Metrics that do not change are folded away. Files that are missing are left out; lines that cannot
+    be read are counted. A curve of more than 1,000 steps keeps the lowest and the highest of each few. Where there are
+    many samples, a part of them is within the page, and all are in ``report_samples/`` beside it.
 
     Args:
         out: the folder; the run may still be running.
@@ -73,20 +76,32 @@ def report(out: str | Path) -> Path:
     names = dict.fromkeys(map(_loop_of, files))
     calls = folder / "timeline.json"
     busy = timeline.busy(calls) if calls.is_file() else {}
-    loops = [_loop(name, [path for path in files if _loop_of(path) == name], busy) for name in names]
-    return write_page(folder, loops, newest, calls.name if calls.is_file() else "")
+    saves = timeline.seconds_in_steps(calls, "save") if calls.is_file() else {}
+    token = sample_pages.token_of(files)
+    loops = []
+    for place, name in enumerate(names):
+        writer = SampleWriter(folder, f"{token}-{place}")
+        own = [path for path in files if _loop_of(path) == name]
+        loops.append(_loop(name, own, busy.get(name, {}), saves.get(name, {}), writer))
+    return write_page(folder, loops, newest, calls.name if calls.is_file() else "", token)
 
 
-def write_page(folder: Path, loops: Sequence[Mapping[str, Any]], newest: float, calls: str = "") -> Path:
+def write_page(
+    folder: Path, loops: Sequence[Mapping[str, Any]], newest: float, calls: str = "", token: str = ""
+) -> Path:
     """Write ``report.html`` in one go: ``config.yaml``, and parts as the template reads them.
+
+    Files beside it that belong to an earlier page are removed.
 
     Args:
         folder: the folder.
         loops: the parts; their texts are masked.
         newest: when the newest of what they show was written.
         calls: the name of a timeline, to link to.
+        token: with which the names of files with samples begin; see `nrl.runs.sample_pages`.
     """
     config = folder / "config.yaml"
+    script = _beside_this("report.js")
     page = _template().render(
         name=redact(folder.resolve().name),
         written=f"{datetime.fromtimestamp(newest).astimezone():%Y-%m-%d %H:%M}",
@@ -94,6 +109,12 @@ def write_page(folder: Path, loops: Sequence[Mapping[str, Any]], newest: float, 
         timeline=calls,
         loops=loops,
         box=charts.BOX,
+        narrow=charts.NARROW,
+        hidden=_HIDDEN,
+        style=_beside_this("report.css"),
+        script=script,
+        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        loads=any(part["samples"]["beside"] for part in loops if part.get("samples")),
     )
     path, temporary = folder / "report.html", folder / f".report.{os.getpid()}.html"
     try:
@@ -101,6 +122,7 @@ def write_page(folder: Path, loops: Sequence[Mapping[str, Any]], newest: float, 
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+    sample_pages.remove_stale_files(folder, [token] if token else [])
     return path
 
 
@@ -118,8 +140,12 @@ def _template() -> Any:
     from jinja2 import Environment
 
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"visible": _visible, "number": number}
-    return environment.from_string(Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8"))
+    environment.filters |= {"visible": _visible, "number": number, "page_data": sample_pages.page_data}
+    return environment.from_string(_beside_this("report.html.jinja"))
+
+
+def _beside_this(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
 def _loop_of(path: Path) -> str:
@@ -127,45 +153,40 @@ def _loop_of(path: Path) -> str:
     return "train" if path.stem in ("metrics", "rollouts") else path.stem.removesuffix(".rollouts")
 
 
-def _loop(name: str, paths: Sequence[Path], busy: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+def _loop(
+    name: str, paths: Sequence[Path], busy: Mapping[str, float], saves: Mapping[int, float], writer: SampleWriter
+) -> dict[str, Any]:
     """The page's part on a loop."""
     unread: list[int] = []
     rollouts = [path for path in paths if path.stem == "rollouts" or path.stem.endswith(".rollouts")]
     metrics = _metrics((path for path in paths if path not in rollouts), unread)
-    histograms, samples = _rollouts(rollouts, unread)
+    histograms, samples = _rollouts(rollouts, unread, writer)
     steps = metrics.pop("step", (np.empty(0), np.empty(0)))[0]
     every = [*steps, *(each.step for some in histograms.values() for each in some)]
     low, high = (min(every), max(every)) if every else (0.0, 0.0)
     x = charts.Axis(low, high, charts.BOX["left"], charts.BOX["right"])
     defined = {key: series for key, series in metrics.items() if np.isfinite(series[1]).any()}
-    phases = {key: defined[key] for key in _TIMES if key in defined}
-    ranks = {key: _rank(key) for key in defined if key not in phases}
-    if len(phases) == len(_TIMES):
-        ranks.pop("time/total", None)  # the top of these
-    constant = {key for key, rank in ranks.items() if rank == len(_FIRST) and _constant(defined[key][1])}
-    curves = sorted(ranks.keys() - constant, key=lambda key: (ranks[key], list(defined).index(key)))
+    phases = time_phases(
+        defined, bool(rollouts) or not _SAMPLED.isdisjoint(defined), {float(step): saves[step] for step in saves}
+    )
+    curves = {key: series for key, series in defined.items() if key not in (_TIMES if phases else ())}
+    flat = [key for key, (_, values) in curves.items() if is_flat(key, values)]
+    curves = {key: series for key, series in curves.items() if key not in flat}
+    first = key_metrics(curves)
+    narrow = charts.Axis(low, high, charts.BOX["left"], charts.NARROW) if len(first) + bool(phases) > 3 else x
     return {
         "name": redact(name),
         "tiles": _tiles(defined, len(steps)),
-        "busy": [(redact(mesh), f"{share:.0%}") for mesh, share in busy.get(name, {}).items()],
-        "first": [charts.curve(redact(key), *defined[key], x) for key in curves if ranks[key] < len(_FIRST)],
-        "more": [charts.curve(redact(key), *defined[key], x) for key in curves if ranks[key] == len(_FIRST)],
-        "times": [charts.stack(phases, x)] if phases else [],
+        "busy": [(redact(mesh), f"{share:.0%}") for mesh, share in busy.items()],
+        "first": [charts.curve(redact(key), *curves[key], narrow) for key in first],
+        "times": [charts.stack(phases, narrow)] if phases else [],
         "heatmaps": [charts.heatmap(redact(key), some, x) for key, some in histograms.items()],
+        "more": [charts.curve(redact(key), *curves[key], x) for key in order_metrics(curves) if key not in first],
+        "flat": [(redact(key), number(float(np.median(defined[key][1])), key)) for key in flat],
         "samples": samples,
-        "peak": max(map(shown_rows.peak, samples), default=0.0),
-        "constant": [(redact(key), number(defined[key][1][0])) for key in defined if key in constant],
         "undefined": [redact(key) for key in metrics if key not in defined],
         "unread": len(unread),
     }
-
-
-def _rank(key: str) -> int:
-    return next((place for place, pattern in enumerate(_FIRST) if pattern.match(key)), len(_FIRST))
-
-
-def _constant(values: Array) -> bool:
-    return len(values) > 1 and bool((values == values[0]).all())
 
 
 def _tiles(defined: Mapping[str, Series], steps: int) -> list[tuple[str, str, str]]:
@@ -174,10 +195,12 @@ def _tiles(defined: Mapping[str, Series], steps: int) -> list[tuple[str, str, st
     for key in ("reward", "eval/reward", "eval/accuracy", "eval/loss", "accuracy", "loss"):
         if key in defined and len(tiles) < 5:
             values = defined[key][1][np.isfinite(defined[key][1])]
-            tiles.append((key, number(values[-1]), f"at first {number(values[0])}" if len(values) > 1 else ""))
+            tiles.append(
+                (key, number(values[-1], key), f"at first {number(values[0], key)}" if len(values) > 1 else "")
+            )
     if "time/total" in defined:
         seconds = float(np.nansum(defined["time/total"][1]))
-        tiles.append(("time", duration(seconds), f"{number(seconds / steps, 3)} s a step"))
+        tiles.append(("time", duration(seconds), f"{format_seconds(seconds / steps)} a step"))
     return tiles
 
 
@@ -211,26 +234,34 @@ def _metrics(paths: Iterable[Path], unread: list[int]) -> dict[str, Series]:
     return {key: (steps, values) for key, (steps, values) in ordered.items()}
 
 
-def _rollouts(paths: Iterable[Path], unread: list[int]) -> tuple[dict[str, list[Histogram]], list[dict[str, Any]]]:
-    """Histograms by name, and the samples of the first, the middle and the last step that has some."""
+def _rollouts(
+    paths: Sequence[Path], unread: list[int], writer: SampleWriter
+) -> tuple[dict[str, list[Histogram]], dict[str, Any] | None]:
+    """Histograms by name, in the order of their steps, and what the page is to know of samples; None: there are none.
+
+    The writer gets all episodes, or an even selection where the files are large.
+    """
     histograms: dict[str, list[Histogram]] = {}
-    samples: list[dict[str, Any]] = []
+    stride = sample_pages.stride_of(sum(path.stat().st_size for path in paths))
+    count, peak = 0, 0.0
     for path in paths:
-        places = []
-        for place, record in _records(path, unread):
-            if isinstance(record.get("rows"), list) and record["rows"]:
-                places.append(place)
+        for _, record in _records(path, unread):
             for key, value in record.items():
                 if isinstance(value, dict) and isinstance(value.get("counts"), list):
                     low, high = measured(value.get("low")), measured(value.get("high"))
                     counts = np.nan_to_num([measured(count) for count in value["counts"]])
                     if low <= high and counts.sum() > 0:
                         histograms.setdefault(key, []).append(Histogram(record["step"], low, high, counts))
-        wanted = {places[index] for index in (0, len(places) // 2, -1)} if places else set()
-        with path.open("rb") as file:  # once more, so that no more than these are held in memory
-            lines = [line for place, line in enumerate(file) if place in wanted]
-        samples += [shown_rows.sample(redacted(json.loads(line))) for line in lines]
-    return {key: sorted(some, key=lambda each: each.step) for key, some in histograms.items()}, samples
+            episodes = shown_rows.episodes(record.get("rows"))
+            for rows in shown_rows.masked(episodes[-count % stride :: stride]):
+                episode = shown_rows.episode(rows)
+                peak = max(peak, shown_rows.peak(episode["rows"]))
+                writer.add(Sample(step=record["step"], **episode))
+            count += len(episodes)
+    ordered = {key: sorted(some, key=lambda each: each.step) for key, some in histograms.items()}
+    if not count:
+        return ordered, None
+    return ordered, {"unit": "step", "file": paths[0].name, "peak": peak, "stride": stride} | writer.finish()
 
 
 def _visible(text: str) -> Any:
@@ -242,4 +273,4 @@ def _visible(text: str) -> Any:
         shown = {"\n": "↵", "\t": "⇥", "\r": "␍"}.get(character, f"U+{ord(character):04X}")
         return f"<i>{shown}</i>" + (character if character in "\n\t" else "")
 
-    return Markup(_HIDDEN.sub(sign, str(escape(text))))
+    return Markup(re.sub(_HIDDEN, sign, str(escape(text))))

@@ -1,4 +1,4 @@
-"""Rows of ``rollouts.jsonl`` as a report shows them: conversations turn by turn, as values for the template.
+"""Rows of ``rollouts.jsonl`` and answers of an evaluation as a report shows them, turn by turn, as values of JSON.
 
 A log may be of another version, or have been edited: what is not as it should be is left out.
 """
@@ -8,51 +8,106 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nrl.runs.charts import measured, number
+from nrl.log import redacted
+from nrl.runs.charts import measured, number, precise
 
-__all__ = ["peak", "sample"]
+__all__ = ["answer_row", "episode", "episodes", "masked", "peak", "text_part"]
 
-_EPISODES = 4  # of a step's samples, at most
+_NUMBERS = ("loss_mask", "advantages", "rollout_logprobs")  # of each token
 _ROWS = (3, 1)  # of an episode that forked, from its beginning and its end
 _TOKENS, _CHARACTERS = (1500, 500), (3000, 1000)  # of a row and of a text, likewise
 _SHORT = (400, 100)  # characters of a call, likewise
 _CALLS = 50  # of a turn, and messages of a part, at most
 
 
-def sample(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A step's rows, those of one episode together.
+def episodes(rows: Any) -> list[list[dict[str, Any]]]:
+    """Split the rows of a line of ``rollouts.jsonl`` into episodes; what a report does not show is left out.
+
+    >>> [len(rows) for rows in episodes([{"row": 0}, {"row": 1, "episode": 5}, None])]
+    [1, 1]
+    """
+    found: list[list[dict[str, Any]]] = []
+    for row in _mappings(rows):
+        before = found[-1][0] if found else {}
+        if isinstance(row.get("parts"), list):
+            row = row | {"parts": [_without_texts(part) for part in row["parts"]]}
+        if _forked(row) and _forked(before) and row.get("episode") == before.get("episode"):
+            found[-1].append(row)
+        else:
+            found.append([row])
+    return found
+
+
+def episode(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return an episode as a report shows it.
 
     Args:
-        record: a line of ``rollouts.jsonl``, masked.
+        rows: its rows, masked.
 
     Returns:
-        ``step``, and ``episodes``, each with the rows that are shown and the number of those that are not.
+        The ``rows`` that are shown and how many are ``left_out``; and the ``group``, ``source``, ``reward`` and
+        ``flags`` to filter by.
 
-    >>> found = sample({"step": 3, "rows": [{"row": 0, "prompt": "1+1=", "tokens": ["2"], "reward": 1.0}]})
-    >>> (episode,) = found["episodes"]
-    >>> [part["role"] for part in episode["rows"][0]["parts"]]
-    ['prompt', 'policy']
+    >>> found = episode([{"row": 0, "prompt": "1+1=", "tokens": ["2"], "reward": 1.0}])
+    >>> [part["role"] for part in found["rows"][0]["parts"]], found["reward"]
+    (['prompt', 'policy'], 1.0)
     """
-    rows = [row for row in record["rows"] if isinstance(row, dict)]
-    episodes: list[list[dict[str, Any]]] = []
-    for row in rows:
-        before = episodes[-1][0] if episodes else {}
-        if _forked(row) and _forked(before) and row.get("episode") == before.get("episode"):
-            episodes[-1].append(row)
+    head, left_out, last = _ends(rows, *_ROWS)
+    first = rows[0]
+    rewards = first.get("reward")
+    numbers = [measured(reward) for reward in (rewards if isinstance(rewards, list) else [rewards])]
+    total = math.fsum(value for value in numbers if math.isfinite(value))
+    return {
+        "rows": [_row(row) for row in [*head, *last]],
+        "left_out": left_out,
+        "group": _brief(first["group"]) if "group" in first else "",
+        "source": _brief(first["source"]) if "source" in first else "",
+        "reward": total if any(map(math.isfinite, numbers)) else None,
+        "flags": list(dict.fromkeys(flag for row in rows for flag in _flags(row))),
+    }
+
+
+def peak(rows: Sequence[Mapping[str, Any]]) -> float:
+    """The largest size of an advantage in some rows; 0, if there is none."""
+    runs = [run for row in rows for part in row["parts"] for run in part.get("tokens", ())[::2]]
+    columns = [run["advantages"] if isinstance(run["advantages"], list) else [run["advantages"]] for run in runs]
+    return max((abs(advantage) for column in columns for advantage in column if advantage is not None), default=0.0)
+
+
+def answer_row(text: str, conversation: Any, facts: Sequence[tuple[str, Any]], flags: Sequence[str]) -> dict[str, Any]:
+    """Return an answer of an evaluation as a row: its conversation, or else its text alone.
+
+    >>> row = answer_row("2", None, [("reward", 1.0)], ["right"])
+    >>> row["facts"], row["parts"][0]["text"][0]
+    ([('reward', '1')], '2')
+    """
+    parts = [part for part in _mappings(conversation) if part.get("role") in ("prompt", "policy", "environment")]
+    turns, turn = sum(part["role"] == "policy" for part in parts), 0
+    shown = list[dict[str, Any]]()
+    for part in parts or [{"role": "policy", "text": text}]:
+        turn += part["role"] == "policy"
+        if part["role"] == "policy":
+            ends = _ends(str(part.get("text", "")), *_CHARACTERS)
+            shown.append(_turn(part, turn if turns > 1 else 0) | {"text": ends})
         else:
-            episodes.append([row])
-    shown = []
-    for some in episodes[:_EPISODES]:
-        first, left_out, last = _ends(some, *_ROWS)
-        shown.append({"rows": [_row(row) for row in [*first, *last]], "left_out": left_out})
-    return {"step": number(measured(record.get("step")), 9), "episodes": shown}
+            shown.append(text_part(part["role"], str(part.get("text", "")), part.get("messages")))
+    known = [(name, _brief(value)) for name, value in facts]
+    return {"facts": known, "more": [], "flags": list(flags), "fork": None, "parts": shown}
 
 
-def peak(sample: Mapping[str, Any]) -> float:
-    """The largest size of an advantage in a sample; 0, if there is none."""
-    parts = [part for episode in sample["episodes"] for row in episode["rows"] for part in row["parts"]]
-    tokens = [token for part in parts for some in part.get("tokens", ((), 0, ()))[::2] for token in some]
-    return max((abs(token["advantage"]) for token in tokens if math.isfinite(token["advantage"])), default=0.0)
+def masked(episodes: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[dict[str, Any]]]:
+    """Mask secrets in the texts of episodes. Lists of numbers have none, and most of a log is numbers."""
+    texts = [[{key: row[key] for key in row if key not in _NUMBERS} for row in rows] for rows in episodes]
+    return [
+        [text | {key: row[key] for key in _NUMBERS if key in row} for text, row in zip(*pair, strict=True)]
+        for pair in zip(redacted(texts), episodes, strict=True)
+    ]
+
+
+def _without_texts(part: Any) -> Any:
+    """A part without its texts: those of the tokens are shown."""
+    unused = ("text", "content")
+    return {key: value for key, value in part.items() if key not in unused} if isinstance(part, dict) else part
 
 
 def _forked(row: Mapping[str, Any]) -> bool:
@@ -61,6 +116,19 @@ def _forked(row: Mapping[str, Any]) -> bool:
 
 def _row(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row's facts and its parts; of a long one the beginning and the end."""
+    known = {name: _named(row.get(name)) for name in ("components", "env")}
+    facts = [(key, _brief(row[key])) for key in ("reward", "source", "group", "row", "version") if key in row]
+    return {
+        "facts": facts,
+        "more": [(name, numbers) for name, numbers in known.items() if numbers],
+        "flags": _flags(row),
+        "fork": _fork(row) if _forked(row) else None,
+        "parts": _parts(row),
+    }
+
+
+def _flags(row: Mapping[str, Any]) -> list[str]:
+    """What is wrong with a row."""
     status = row.get("status")
     flags = {
         "truncated": row.get("truncated") is True,
@@ -68,41 +136,33 @@ def _row(row: Mapping[str, Any]) -> dict[str, Any]:
         "invalid": row.get("valid") is False,
         str(status): isinstance(status, str) and status != "ok",
     }
-    known = {name: _named(row.get(name)) for name in ("components", "env")}
-    return {
-        "facts": [(key, _brief(row[key])) for key in ("reward", "group", "row", "version") if key in row],
-        "more": [(name, some) for name, some in known.items() if some],
-        "flags": [flag for flag, raised in flags.items() if raised],
-        "fork": _fork(row) if _forked(row) else None,
-        "parts": _parts(row),
-    }
+    return [flag for flag, raised in flags.items() if raised]
 
 
 def _fork(row: Mapping[str, Any]) -> dict[str, Any]:
     """Which row of an episode that forked this is."""
     names = ("episode", "fork", "forks", "shared")
     why = row["why"] if isinstance(row.get("why"), str) else ""
-    return {name: number(measured(row.get(name)), 9) for name in names} | {"first": row["fork"] == 0, "why": why}
+    return {name: precise(measured(row.get(name)), 9) for name in names} | {"first": row["fork"] == 0, "why": why}
 
 
 def _parts(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Who wrote what; the tokens in the middle of a long row are left out, and what lies between them."""
     texts, mask, advantages, logprobs = (
-        row[key] if isinstance(row.get(key), list) else []
-        for key in ("tokens", "loss_mask", "advantages", "rollout_logprobs")
+        row[key] if isinstance(row.get(key), list) else [] for key in ("tokens", *_NUMBERS)
     )
     prompt, known = str(row.get("prompt", "")), _whole(row.get("parts"), len(texts))
     given: list[dict[str, Any]] = [{"role": "prompt"}, {"role": "policy", "tokens": [0, len(texts)]}]
     given = row["parts"] if known else given
     behind, from_end = sum(_TOKENS), len(texts) - _TOKENS[1]
 
-    def token(place: int) -> dict[str, Any]:
+    def run(first: int, stop: int) -> dict[str, Any]:
+        trained = [int(bool(value)) for value in mask[first:stop]]
         return {
-            "text": str(texts[place]),
-            "trained": place >= len(mask) or bool(mask[place]),
-            "other": "not trained on" if known else "not sampled",
-            "advantage": measured(advantages[place]) if place < len(advantages) else math.nan,
-            "logprob": measured(logprobs[place]) if place < len(logprobs) else math.nan,
+            "texts": [str(text) for text in texts[first:stop]],
+            "trained": _column(trained + [1] * (stop - first - len(trained))),
+            "advantages": _numbers(advantages, first, stop),
+            "logprobs": _numbers(logprobs, first, stop),
         }
 
     start = next((part["tokens"][0] for part in given if part["role"] != "prompt"), 0)
@@ -110,7 +170,7 @@ def _parts(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     turns = sum(part["role"] == "policy" for part in given)
     for part in given:
         if part["role"] == "prompt":
-            parts.append(_text("prompt", prompt, part.get("messages")))
+            parts.append(text_part("prompt", prompt, part.get("messages")))
             continue
         turn += part["role"] == "policy"
         first, stop = (place - start for place in part["tokens"])
@@ -121,13 +181,32 @@ def _parts(row: Mapping[str, Any]) -> list[dict[str, Any]]:
                 parts.append({"role": "gap", "left_out": 0})
             parts[-1]["left_out"] += stop - first
         elif part["role"] == "environment":
-            parts.append(_text("environment", "".join(map(str, texts[first:stop])), part.get("messages")))
+            parts.append(text_part("environment", "".join(map(str, texts[first:stop])), part.get("messages")))
         else:
-            tokens = [token(place) for place in range(first, cut)], again - cut, [token(i) for i in range(again, stop)]
-            parts.append(_turn(part, turn if turns > 1 else 0) | {"tokens": tokens})
+            tokens = run(first, cut), again - cut, run(again, stop)
+            other = "not trained on" if known else "not sampled"
+            parts.append(_turn(part, turn if turns > 1 else 0) | {"tokens": tokens, "other": other})
             if turns == 1 and not _forked(row):
                 parts[-1] |= {"reward": "", "components": []}  # the row's own say it
     return parts
+
+
+def _column(values: list[Any]) -> Any:
+    """Values of all tokens; a single value where they are all the same, which makes pages much smaller."""
+    return values[0] if values and values.count(values[0]) == len(values) else values
+
+
+def _numbers(values: Sequence[Any], first: int, stop: int) -> Any:
+    """A column of numbers in as many digits as are shown; None for what is no number."""
+    some = list(values[first:stop])
+    if some and some.count(some[0]) == stop - first:
+        return _rounded(some[0])  # of most samples, all advantages
+    return _column([*map(_rounded, some), *[None] * (stop - first - len(some))])
+
+
+def _rounded(value: Any) -> float | None:
+    number = measured(value)
+    return float(f"{number:.5g}") if math.isfinite(number) else None
 
 
 def _whole(parts: Any, tokens: int) -> bool:
@@ -147,8 +226,8 @@ def _whole(parts: Any, tokens: int) -> bool:
     return bool(at - (places[0][1] if roles[0] == "prompt" else places[0][0]) == tokens)
 
 
-def _text(role: str, text: str, messages: Any) -> dict[str, Any]:
-    """A part that the policy did not write: its messages, or its text."""
+def text_part(role: str, text: str, messages: Any = None) -> dict[str, Any]:
+    """Return a part that the policy did not write: its messages, or its text."""
     known = [
         (each["role"], _ends(each["content"], *_CHARACTERS))
         for each in (messages if isinstance(messages, list) else ())
@@ -197,8 +276,10 @@ def _argument(name: str, value: Any) -> str:
 def _brief(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(_brief, value[:8])) + (" …" if len(value) > 8 else "")
-    if isinstance(value, int | float):
-        return number(measured(value), 9)
+    if isinstance(value, int):
+        return precise(measured(value), 9)
+    if isinstance(value, float):
+        return number(value)
     return "undefined" if value is None else str(value)
 
 

@@ -2,17 +2,21 @@
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 from playwright.sync_api import Browser
 
 from nrl import tiny
 from nrl.command.cli import main
-from nrl.command.evaluation_report import of_tasks
+from nrl.command.evaluation_folder import MARK
+from nrl.command.evaluation_report import of_tasks, report, write_tasks
 from nrl.episodes.grades import Graded
+from nrl.log import JsonLines
 from tests.jsonlines import lines
 from tests.runs.test_reporting import browser
 
@@ -22,6 +26,79 @@ __all__ = ["browser"]
 def graded(*rewards: float | None) -> Graded:
     count = len(rewards)
     return Graded("1+1=", "2", ["2"] * count, rewards, None, [1] * count, [False] * count)
+
+
+def write_evaluation(out: Path, results: Sequence[Graded], passing: float = 1.0) -> None:
+    """The folder of an evaluation that has ended."""
+    out.mkdir()
+    (out / "config.yaml").write_text(f"{MARK}: x\npassing: {passing}\n")
+    with JsonLines(out / "results.jsonl") as written:
+        for number, result in enumerate(results):
+            written.write({"task": number} | attrs.asdict(result))
+    write_tasks(out, results, passing)
+    (out / "metrics.json").write_text(json.dumps({"tasks": len(results), "metrics": {"eval/reward": 0.5}, "over": {}}))
+
+
+@pytest.fixture
+def evaluation(tmp_path: Path) -> Path:
+    """One task with a verifier, and one that an environment played."""
+    prompt = [{"role": "user", "content": "1+1= <b>"}]
+    talk: list[Mapping[str, Any]] = [
+        {"role": "prompt", "text": "guess", "tokens": [0, 2]},
+        {"role": "policy", "text": "12", "reward": 0.25, "tokens": [2, 4], "calls": [{"name": "f", "arguments": {}}]},
+        {"role": "environment", "text": "higher", "tokens": [4, 5]},
+        {"role": "policy", "text": "15", "reward": 0.5, "tokens": [5, 6]},
+    ]
+    failed: list[Mapping[str, str] | None] = [None, None, {"status": "timeout", "error": "slow"}]
+    plain = Graded(
+        prompt, "2", ["It is 2", "3</script>", "no"], [1.0, 0.25, None], ["2", "3", None], [3, 4, 5],
+        [False, True, False], {"reward/form": [0.5, None, None]}, failures=failed,
+    )  # fmt: skip
+    played = Graded(
+        "guess", {"low": 1}, ["15"], [0.75], None, [3], [False], turns=[2], statuses=["ok"], conversations=[talk]
+    )
+    write_evaluation(tmp_path / "out", [plain, played], passing=0.75)
+    return tmp_path / "out"
+
+
+def test_a_page_shows_the_answers_to_each_task(evaluation: Path, browser: Browser) -> None:
+    with browser.new_context() as context:
+        page = context.new_page()
+        page.goto(report(evaluation).as_uri())
+        assert page.locator("h4").all_inner_texts() == ["Task 0", "Task 1"]
+        heads = [" ".join(head.inner_text().split()) for head in page.locator(".head").all()]
+        assert heads == [
+            "task 0 passed 1 of 2 prompt user1+1= <b> reference 2",
+            'task 1 passed 1 of 1 prompt guess reference {"low": 1}',
+        ]
+        facts = [" ".join(line.inner_text().split()) for line in page.locator(".row:not(.head) .facts").all()]
+        assert facts == [
+            "sample 0 reward 1 answer 2 tokens 3 reward/form 0.5 right",
+            "sample 1 reward 0.25 answer 3 tokens 4 wrong truncated",
+            "sample 2 reward undefined tokens 5 error slow invalid unanswered",
+            "sample 0 reward 0.75 tokens 3 turns 2 right",
+        ]
+        answers = page.locator(".row:not(.head) .policy .text")
+        assert answers.all_inner_texts() == ["It is 2", "3</script>", "no", "12\ncallf()", "15"]
+        assert page.locator(".part.answered .text").inner_text() == "higher"
+        assert page.locator(".legend").count() == 0
+        show, search = page.get_by_label("show"), page.get_by_label("search")
+        options = ["all", "right", "wrong", "truncated", "invalid", "unanswered", "valid", "not truncated"]
+        assert show.locator("option").all_inner_texts() == options
+        show.select_option("wrong")
+        assert answers.all_inner_texts() == ["3</script>"]
+        assert page.locator(".head").count() == 1  # the task stays above its answer
+        show.select_option("right")
+        search.fill("GUESS")  # in the prompt
+        assert answers.all_inner_texts() == ["12\ncallf()", "15"]
+
+
+def test_results_that_cannot_be_read_are_counted(evaluation: Path) -> None:
+    with (evaluation / "results.jsonl").open("a") as results:
+        results.write('{"task": 2}\nnothing\n')
+    assert "2 lines could not be read" in report(evaluation).read_text()
+    (evaluation / "results.jsonl").unlink()
+    assert 'class="samples"' not in report(evaluation).read_text()
 
 
 def test_numbers_of_a_task_are_over_its_valid_samples() -> None:

@@ -158,6 +158,14 @@ def test_the_turns_of_a_rollout() -> None:
     assert rows[1]["components"] == {"digit": 1.0, "low": 0.0, "end": 1.0}
 
 
+@pytest.mark.parametrize(("names", "source"), [((), 1), (("sums", "words"), "words"), (("sums",), 1)])
+def test_a_row_says_which_source_it_is_of(names: tuple[str, ...], source: str | int) -> None:
+    batch = by_hand("go12", "  xx", source=1)
+    (row,) = samples(batch, TOKENIZER, names=names)["rows"]
+    assert row["source"] == source
+    assert "source" not in samples(by_hand("go12", "  xx"), TOKENIZER)["rows"][0]
+
+
 def test_the_rewards_of_a_failed_row_are_none() -> None:
     def step(state: int, turn: str) -> Step:
         return Step(1, 1.0 / (state == 0), False, "more")

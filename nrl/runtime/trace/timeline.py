@@ -21,11 +21,25 @@ from typing import Any
 
 from nrl.log import redact
 
-__all__ = ["DRIVER", "busy", "current", "record", "recording", "shown", "span", "spent", "step", "stopwatch", "unshown"]
+__all__ = [
+    "DRIVER",
+    "busy",
+    "current",
+    "record",
+    "recording",
+    "seconds_in_steps",
+    "shown",
+    "span",
+    "spent",
+    "step",
+    "stopwatch",
+    "unshown",
+]
 
 DRIVER = "driver"
 """The name of the driver's own rows."""
 
+_DRIVER_NUMBER = 1  # of its process in a file
 _LIMIT = 64_000_000  # bytes of a file, which a browser opens at once
 _TAIL = 65_536  # bytes, more than any event has
 _ROWS = 64  # of a rank, at most; it has more than one where its calls overlap
@@ -192,6 +206,45 @@ def busy(path: Path) -> dict[str, dict[str, float]]:
     return found
 
 
+def seconds_in_steps(path: Path, name: str) -> dict[str, dict[int, float]]:
+    """For each loop, the seconds that the driver's spans of a name took within each step.
+
+    Args:
+        path: a ``timeline.json``, complete or not.
+        name: of the spans, such as ``"save"``.
+
+    Returns:
+        By the loop's name and the step; steps without such a span are left out.
+
+    >>> import tempfile
+    >>> with recording(Path(tempfile.mkdtemp())) as path:
+    ...     record(DRIVER, 0, "save", 12.0, 12.5)
+    ...     record(DRIVER, 0, "train 7", 10.0, 20.0, loop="train")
+    >>> seconds_in_steps(path, "save")
+    {'train': {7: 0.5}}
+    """
+    spans: list[tuple[int, int]] = []
+    steps: list[tuple[int, int, str, int]] = []
+    for event in _events(path, b'"cat":', json.dumps(name).encode()):
+        if event["ph"] == "X" and event.keys() >= {"ts", "dur"}:
+            start, end = event["ts"], event["ts"] + event["dur"]
+            _, _, number = str(event["name"]).rpartition(" ")
+            if "cat" in event and number.isdecimal():
+                steps.append((start, end, event["cat"], int(number)))
+            elif event["name"] == name and event["pid"] == _DRIVER_NUMBER:
+                spans.append((start, end))
+    steps.sort()
+    found: dict[str, dict[int, float]] = {}
+    for start, end in spans:
+        place = bisect.bisect_right(steps, start, key=lambda step: step[0]) - 1
+        while place >= 0 and steps[place][1] < end:  # a step that has ended, within the one around both
+            place -= 1
+        if place >= 0:
+            seconds = found.setdefault(steps[place][2], {})
+            seconds[steps[place][3]] = seconds.get(steps[place][3], 0.0) + (end - start) / 1e6
+    return found
+
+
 def _covered(times: Sequence[tuple[int, int]]) -> int:
     """The length of the union of some intervals."""
     total, until = 0, 0
@@ -201,10 +254,12 @@ def _covered(times: Sequence[tuple[int, int]]) -> int:
     return total
 
 
-def _events(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole events of a file, whether it is complete or not."""
+def _events(path: Path, *parts: bytes) -> Iterator[dict[str, Any]]:
+    """The whole events of a file, whether it is complete or not; if parts are given, those with one of them."""
     with path.open("rb") as file:
         for line in file:
+            if parts and not any(part in line for part in parts):
+                continue
             try:
                 event = json.loads(line.rstrip(b",\n"))
             except ValueError:
@@ -222,7 +277,7 @@ class _Recorder:
         self._file: int | None = None
         self._size = 0
         self._over = False
-        self._numbers = {DRIVER: 1}  # by mesh, those in the file included
+        self._numbers = {DRIVER: _DRIVER_NUMBER}  # by mesh, those in the file included
         self._described: set[str] = set()
         self._rows: dict[tuple[str, int], list[_Row]] = {}
 
