@@ -114,7 +114,17 @@ def tasks(
             raise DataError(f"tasks: '{name}' makes its own prompts, so it takes no {wrong}; leave it out")
         many = getattr(made_by, "many", lambda seed, numbers: [made_by(seed, number) for number in numbers])
         numbers = counting(name="data.tasks")
-        return Tasks(*derived(numbers, lambda n: many(seed, numbers.take(n)))[:3], (name,), None, {})  # all short
+
+        def generated(n: int) -> list[Task]:
+            wanted = numbers.take(n)
+            made = many(seed, wanted)
+            if not isinstance(made, list | tuple) or len(made) != n or not all(isinstance(x, Mapping) for x in made):
+                raise DataError(
+                    f"tasks: '{name}' made {made!r:.200} for the numbers {wanted!r:.80}; return a mapping for each"
+                )
+            return list(made)
+
+        return Tasks(*derived(numbers, generated)[:3], (name,), None, {})  # all short
     if isinstance(source, str) and ":" not in source and not exists(Path(source)):
         raise DataError(
             f"tasks: '{shown(source, 300)}' is neither a file (looked in {Path.cwd()}) nor one of the generated "

@@ -24,11 +24,10 @@ from nrl.envs.contract import (
     asynchronous,
     judges_group,
     mapped,
-    score_of,
     settled,
     timeout_of,
-    verdicts_of,
 )
+from nrl.envs.return_values import is_reset, score_of, verdicts_of
 from nrl.errors import EnvError
 
 __all__ = ["by_source", "gated", "judged", "of_group", "product", "single_turn", "weighted"]
@@ -131,11 +130,17 @@ def by_source(*envs: Env) -> Environment:
                 f"by_source: the task has the source {source!r}, and there are {len(envs)} environments; mix tasks "
                 "with nrl.data.mixture, in the order of the environments"
             )
-        return mapped(envs[source].reset(task), lambda found: ((source, found[0]), *found[1:]))
+        return mapped(
+            envs[source].reset(task),
+            lambda value: ((source, value[0]), *value[1:]) if is_reset(value) else value,
+        )
 
     def step(state: tuple[int, Any], turn: Turn) -> Any:
         source, own = state
-        return mapped(envs[source].step(own, turn), lambda found: found._replace(state=(source, found.state)))
+        return mapped(
+            envs[source].step(own, turn),
+            lambda value: value._replace(state=(source, value.state)) if isinstance(value, Step) else value,
+        )
 
     def close(state: tuple[int, Any]) -> Any:
         source, own = state
