@@ -174,7 +174,14 @@ OBSERVATIONS = _cases(
 
 PROMPTS = _cases(
     {"text": "12", "subclass": Text("12"), "ids": [4, 5], "tuple": (4, 5), "array": np.array([4]), "last id": [99]},
-    {**_NEVER_READ, "nothing": None, "empty text": "", "no ids": [], "whole": {"messages": [ASK]}, "surrogate": "\ud800"},
+    {
+        **_NEVER_READ,
+        "nothing": None,
+        "empty text": "",
+        "no ids": [],
+        "whole": {"messages": [ASK]},
+        "surrogate": "\ud800",
+    },
 )
 
 VERDICTS = _cases(

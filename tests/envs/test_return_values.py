@@ -1,5 +1,6 @@
 """What user code returns has one verdict, row by row, wherever it runs; the others of its batch go on."""
 
+import asyncio
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -10,11 +11,13 @@ import pytest
 import torch
 
 import nrl
+from nrl import tiny
 from nrl.algos import advantages, from_rewards, per_group
 from nrl.backends import Completion
 from nrl.batch import Batch
 from nrl.batch.ragged import rows_of
 from nrl.data import tasks as task_stream
+from nrl.data.rendering import encode
 from nrl.envs import Environment, Step, judged, limited, linear, of_group, score_of, single_turn
 from nrl.envs.composing import by_source
 from nrl.envs.return_values import read_observation, read_prompt, verdicts_of
@@ -96,15 +99,16 @@ def _one(task: Any, trace: Any) -> float:
 @pytest.mark.parametrize(
     ("read", "cases"),
     [
-        (lambda value: read_observation(value, 100), [each for each in OBSERVATIONS if "surrog" not in each.name]),
-        (lambda value: read_prompt(value, 100), [each for each in PROMPTS if each.name not in ("empty text", "no ids")]),
-        (score_of, [each for each in VERDICTS if each.name not in ("skipped", "failed")]),
+        (lambda value: read_observation(value, 100), OBSERVATIONS),
+        (lambda value: read_prompt(value, 100), PROMPTS),
+        (score_of, VERDICTS),
         (lambda value: verdicts_of(value, 2), GROUPS),
     ],
 )
 def test_an_error_is_short_and_says_what_to_return(read: Any, cases: list[Case]) -> None:
+    elsewhere = ("surrogate", "turn that was not", "empty text", "no ids", "skipped", "failed")  # found by others
     for case in cases:
-        if case.name in ("surrogate", "turn that was not") or case.good:
+        if case.good or case.name in elsewhere:
             continue
         with pytest.raises(EnvError) as caught:
             read(case.make())
@@ -283,10 +287,84 @@ def test_generated_tasks_are_mappings(value: Any) -> None:
 @pytest.mark.parametrize(
     "value", [b"12", bytearray(b"1"), [b"12"], math.nan, {"a": math.inf}, lambda: (x for x in "ab"), len, 1j]
 )
-async def test_a_result_of_a_tool_is_text_or_what_json_has(value: Any) -> None:
+def test_a_result_of_a_tool_is_text_or_what_json_has(value: Any) -> None:
     def find() -> Any:
         """Find."""
         return value() if callable(value) and value is not len else value
 
     with pytest.raises(EnvError, match="call: find returned"):
-        await call([tool(find)], [ToolCall("find", {})])
+        asyncio.run(call([tool(find)], [ToolCall("find", {})]))
+
+
+# --- the size of what is read
+
+
+class Counting:
+    """A tokenizer that counts the characters that it encodes; everything else is the real one."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.real, self.encoded = tokenizer, 0
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        self.encoded += len(text)
+        return list(self.real.encode(text, **options))
+
+    def __len__(self) -> int:
+        return len(self.real)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+
+SIZE, CONTEXT = 3_000_000, 256
+LONG = "word and more " * (SIZE // 14)
+USER = {"role": "user", "content": LONG}
+
+
+@pytest.mark.parametrize(
+    ("observation", "chat"),
+    [
+        (LONG, False),
+        (LONG, True),
+        ([5] * SIZE, False),
+        (np.full(SIZE, 5), False),
+        ([USER], True),
+        ({"messages": [USER]}, True),
+        ({"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "turn": 0}, USER]}, True),
+    ],
+    ids=["text", "text in a chat", "ids", "array", "messages", "another conversation", "the same conversation"],
+)
+def test_of_a_long_observation_no_more_is_encoded_than_fits(observation: Any, chat: bool) -> None:
+    sampler = Scripted(["3"] * 4)
+    counting: Any = Counting(tiny.bpe(["user assistant more 2 3"]))
+    sampler.tokenizer, sampler.context_length = counting, CONTEXT
+    prompt = [{"role": "user", "content": "1+1="}] if chat else "1+1="
+    env = Environment(lambda task: (0, prompt), lambda at, turn: Step(at, 1.0, done=False, observation=observation))
+    batch = nrl.rollout(sampler, env, [{}], n=2)
+    assert batch["valid"].all()
+    assert batch["truncated"].all()
+    assert batch["input_ids"].shape[1] <= CONTEXT
+    assert counting.encoded < 200 * CONTEXT
+
+
+@pytest.mark.parametrize("prompt", [LONG, [USER], [5] * SIZE], ids=["text", "messages", "ids"])
+def test_of_a_long_prompt_no_more_is_encoded_than_fits(prompt: Any) -> None:
+    sampler = Scripted([])
+    counting: Any = Counting(tiny.bpe(["user assistant more 2 3"]))
+    sampler.tokenizer, sampler.context_length = counting, CONTEXT
+    env = Environment(lambda task: (0, prompt), lambda at, turn: Step(at))
+    with pytest.warns(
+        UserWarning, match=f"the prompt has more than {CONTEXT} tokens and fills the context of {CONTEXT}"
+    ):
+        batch = nrl.rollout(sampler, env, [{}], n=2)
+    assert not batch["valid"].any()
+    assert [nrl.envs.STATUSES[status] for status in batch["status"]] == ["skipped"] * 2
+    assert counting.encoded < 200 * CONTEXT
+
+
+@pytest.mark.parametrize("text", [LONG[:9000], "a" * 9000, " " * 9000, "1+1=\n" * 1800, "é€😀" * 3000])
+@pytest.mark.parametrize("tokenizer", [tiny.tokenizer(), tiny.bpe(["word and more"])], ids=["tiny", "bpe"])
+def test_the_first_ids_of_a_text_are_those_of_all_of_it(tokenizer: Any, text: str) -> None:
+    every = encode(text, tokenizer)
+    for count in (1, 7, 256, len(every), len(every) + 1):
+        assert encode(text, tokenizer, count) == every[:count]
