@@ -135,7 +135,7 @@ def tasks(
     with waiting(f"data: reading {shown(str(source), 300)}" if isinstance(source, str | Path) else "data: reading"):
         table = read(source)
     made = tasks_of_row(format, template, chat)
-    length = _length(tokenizer, collate)
+    length = _length(tokenizer, collate, max_tokens)
     kept = array("q")  # of each task: its row, and its number among the tasks of the row
     total = unused = long = 0
     last = time.monotonic()
@@ -198,13 +198,15 @@ def epoch(stream: Tasks, most: int | None = None) -> list[Task]:
     return stream.take(min(each for each in (most, stream.size) if each is not None))
 
 
-def _length(tokenizer: Any, collate: Callable[[Iterable[Task], Any], Batch] | None) -> Callable[[Task, str], int]:
-    """Make the function that counts a task's tokens, given where its row stands."""
+def _length(
+    tokenizer: Any, collate: Callable[[Iterable[Task], Any], Batch] | None, max_tokens: int | None
+) -> Callable[[Task, str], int]:
+    """Make the function that counts a task's tokens, given where its row stands, up to one more than may be there."""
 
     def length(task: Task, place: str) -> int:
         try:
             if collate is None:
-                return len(render(task["prompt"], tokenizer))
+                return len(render(task["prompt"], tokenizer, max_tokens=None if max_tokens is None else max_tokens + 1))
             return int(collate([task], tokenizer)["input_ids"].shape[-1])
         except DataError as error:
             raise DataError(f"tasks: {place}: {error}") from error
