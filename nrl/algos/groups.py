@@ -48,11 +48,12 @@ def check_numbers(reader: str, value: Any, got: str, shape: tuple[int, ...]) -> 
     """
     if not isinstance(value, Tensor):
         raise BatchError(f"{reader}: the function got {got} and returned {value!r:.80}; return a tensor")
-    if value.shape != shape or value.is_complex():
+    if value.shape != shape:
         raise BatchError(
-            f"{reader}: the function got {got} and returned shape {list(value.shape)} of {value.dtype}; return one "
-            f"real number for each, shape {list(shape)}"
+            f"{reader}: the function got {got} and returned shape {list(value.shape)}; return one number for each"
         )
+    if value.is_complex():
+        raise BatchError(f"{reader}: the function got {got} and returned {value.dtype}; return real numbers")
     if not bool(value.isfinite().all()):
         wrong = value[~value.isfinite()][0].item()
         raise NotFinite(

@@ -115,6 +115,7 @@ def by_source(*envs: Env) -> Environment:
 
     Raises:
         EnvError: by `reset`, if a task has no ``"source"``, or one without an environment.
+        ValueError: an environment's timeout is no positive number.
 
     >>> sums, letters = (single_turn(lambda task, trace, x=x: x) for x in (1.0, 2.0))
     >>> env = by_source(sums, letters)
@@ -161,6 +162,9 @@ def by_source(*envs: Env) -> Environment:
             return TIMEOUT  # `reset` reports it
         return timeout_of(envs[source], task)
 
+    for env in envs:
+        if not callable(getattr(env, "timeout", None)):
+            timeout_of(env, {})
     reset.__name__, step.__name__, close.__name__ = (f"an environment's {name}" for name in ("reset", "step", "close"))
     closes = any(getattr(env, "close", None) for env in envs)
     verifies = any(getattr(env, "verifier", None) for env in envs)
