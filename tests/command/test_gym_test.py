@@ -363,7 +363,7 @@ def test_a_verifier_of_groups_compares_each_answer_with_the_right_one(
     assert "mutated" in said(capsys, "v.py:last", *FEW, status=1)
     shown = said(capsys, "v.py:alone", *FEW, status=1)
     assert "EnvError: the verifier of a group gave 1 verdicts for 2 episodes" in shown
-    assert "; return a list of one verdict for each" in shown
+    assert "; return one for each, in order" in shown
 
 
 @pytest.mark.parametrize(

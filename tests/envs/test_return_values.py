@@ -4,6 +4,7 @@ import asyncio
 import math
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -54,15 +55,8 @@ def place(request: pytest.FixtureRequest) -> Iterator[Transform]:
     elif request.param == "pooled":
         yield lambda f: nrl.pooled(f, workers=2)
     else:
-        servers = list[Any]()
-
-        def behind_http(f: Any) -> Any:
-            servers.append(nrl.serve(f))
-            return nrl.remote(servers[-1])
-
-        yield behind_http
-        for server in servers:
-            server.close()
+        with ExitStack() as servers:
+            yield lambda f: nrl.remote(servers.enter_context(nrl.serve(f)))
 
 
 def wrong(cases: list[Case], found: list[bool]) -> list[str]:
