@@ -29,7 +29,7 @@
     ├── ModelError (ValueError)           a model or tokenizer that cannot be loaded or cannot do what is asked
     ├── NotDeterministic (RuntimeError)   deterministic=true, and an operation that has no deterministic kernel
     ├── GenerationError (ValueError)      a request that a sampler cannot serve
-    │   └── LostRequest                   engines died with it, or a server failed, as often as it may be asked
+    │   └── LostRequest                   engines died with it, a server failed, or its answer cannot be used
     ├── RolloutMismatch                   trainer and sampler disagree about sampled tokens by more than a run allows
     └── EnvError                          an environment or verifier broke its contract
 
@@ -246,7 +246,10 @@ class GenerationError(NrlError, ValueError):
 
 
 class LostRequest(GenerationError):
-    """Engines died with it, or a server failed, as often as it may be asked. In a rollout its row is not valid."""
+    """Engines died with it, a server failed as often as it may be asked, or the answer cannot be used.
+
+    In a rollout its row is not valid.
+    """
 
 
 class RolloutMismatch(NrlError):

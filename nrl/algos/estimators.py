@@ -12,13 +12,13 @@ from torch import Tensor
 
 from nrl.algos._arguments import in_unit_interval, weighted
 from nrl.algos._rows import check_finite, episodes, over_episodes, row_rewards, trained_tokens
-from nrl.algos.groups import GroupFunction, group_normalize
+from nrl.algos.groups import GroupFunction, check_numbers, group_normalize
 from nrl.algos.kl_rewards import sampled_logprobs
 from nrl.algos.loss_contract import name_of
 from nrl.algos.masking import masked
 from nrl.algos.returns import discounted_returns, gae, whiten
 from nrl.batch import Batch, assign, require, unchanged
-from nrl.errors import BatchError
+from nrl.errors import NotFinite
 
 __all__ = [
     "Estimator",
@@ -53,7 +53,7 @@ def from_rewards(fn: GroupFunction) -> Estimator:
         MissingColumn: (when called) the batch lacks one of the first three.
         BatchError: (when called) there are several rewards a row, the rows of one episode differ in reward or group, or
             ``fn`` did not return a number for each episode.
-        NotFinite: (when called) the reward of a valid row is NaN or infinite.
+        NotFinite: (when called) the reward of a valid row, or what ``fn`` returned, is NaN or infinite.
 
     >>> import torch
     >>> from nrl.algos import group_center
@@ -77,11 +77,7 @@ def from_rewards(fn: GroupFunction) -> Estimator:
         each = episodes(batch, "rewards", "group_ids", reader=name)
         firsts = each.firsts
         found = fn(rewards[firsts], batch["group_ids"][firsts]) if len(firsts) else rewards[firsts]
-        if found.shape != firsts.shape:
-            raise BatchError(
-                f"{name}: the function got {len(firsts)} rewards and returned shape {list(found.shape)}; return one "
-                "number for each"
-            )
+        found = check_numbers(name, found, f"{len(firsts)} rewards", tuple(firsts.shape))
         return each.tokens(found.to(rewards.dtype), batch["loss_mask"])
 
     estimator.__name__ = name
@@ -100,6 +96,7 @@ def advantages(batch: Batch, estimator: Estimator = _NORMALIZED) -> Batch:
 
     Raises:
         ColumnError: the estimator returned another shape, or no floats.
+        NotFinite: it returned NaN or an infinity for a token that is trained on.
         MutatedBatch: (under ``NRL_DEBUG=1``) it wrote into the batch.
 
     >>> import torch
@@ -117,7 +114,16 @@ def advantages(batch: Batch, estimator: Estimator = _NORMALIZED) -> Batch:
     """
     with unchanged(batch, name_of(estimator)):
         found = estimator(batch)
-    return assign(batch, advantages=found)
+    added = assign(batch, advantages=found)
+    if "loss_mask" in added.keys():
+        wrong = ~masked(added["advantages"], trained_tokens(added)).isfinite()
+        if bool(wrong.any()):
+            place = tuple(wrong.nonzero()[0].tolist())
+            raise NotFinite(
+                f"advantages: {name_of(estimator)} returned {float(added['advantages'][place])} for row {place[0]}, "
+                f"token {place[-1]}; guard what it divides by, or the logarithm of 0"
+            )
+    return added
 
 
 def from_token_rewards(gamma: float = 1.0) -> Estimator:

@@ -5,16 +5,17 @@ advantage. A group of one teaches nothing: its advantage is 0, where some librar
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nrl.algos.loss_contract import name_of
-from nrl.errors import BatchError
+from nrl.errors import BatchError, NotFinite
 
 __all__ = [
     "GroupFunction",
+    "check_numbers",
     "group_center",
     "group_center_batch_std",
     "group_normalize",
@@ -27,6 +28,38 @@ type GroupFunction = Callable[[Tensor, Tensor], Tensor]
 """``(rewards [B], group_ids [B]) -> [B]``."""
 
 _EPS = 1e-6
+
+
+def check_numbers(reader: str, value: Any, got: str, shape: tuple[int, ...]) -> Tensor:
+    """Return what a user's function of rewards returned, if it is a tensor of finite numbers of this shape.
+
+    Args:
+        reader: how errors name the function.
+        value: that it returned.
+        got: what it was given, in words.
+        shape: that the value has to have.
+
+    Raises:
+        BatchError: it is something else.
+        NotFinite: it has NaN or an infinity.
+
+    >>> check_numbers("mine", torch.tensor([1, 0]), "2 rewards", (2,)).tolist()
+    [1, 0]
+    """
+    if not isinstance(value, Tensor):
+        raise BatchError(f"{reader}: the function got {got} and returned {value!r:.80}; return a tensor")
+    if value.shape != shape:
+        raise BatchError(
+            f"{reader}: the function got {got} and returned shape {list(value.shape)}; return one number for each"
+        )
+    if value.is_complex():
+        raise BatchError(f"{reader}: the function got {got} and returned {value.dtype}; return real numbers")
+    if not bool(value.isfinite().all()):
+        wrong = value[~value.isfinite()][0].item()
+        raise NotFinite(
+            f"{reader}: the function got {got} and returned {wrong}; guard what it divides by, or the logarithm of 0"
+        )
+    return value
 
 
 def _check_rows(reader: str, rewards: Tensor, group_ids: Tensor) -> None:
@@ -222,7 +255,9 @@ def per_group(fn: Callable[[Tensor], Tensor]) -> GroupFunction:
         ``(rewards [B], group_ids [B]) -> [B]``.
 
     Raises:
-        BatchError: (when called) ``fn`` gave another shape than it got, or the inputs are not ``[B]`` and ``[B]``.
+        BatchError: (when called) ``fn`` gave something else than a tensor of the shape that it got, or the inputs are
+            not ``[B]`` and ``[B]``.
+        NotFinite: (when called) ``fn`` gave NaN or an infinity.
 
     >>> best = per_group(lambda rewards: (rewards == rewards.max()).float())
     >>> best(torch.tensor([1.0, 5.0, 3.0, 4.0]), torch.tensor([0, 1, 0, 1])).tolist()
@@ -235,13 +270,9 @@ def per_group(fn: Callable[[Tensor], Tensor]) -> GroupFunction:
         out = torch.zeros_like(rewards, dtype=_dtype(rewards))
         for group in group_ids.unique():
             rows = group_ids == group
-            found = fn(rewards[rows])
-            if found.shape != (int(rows.sum()),):
-                raise BatchError(
-                    f"{name}: the function got {int(rows.sum())} rewards of group {int(group)} and returned shape "
-                    f"{list(found.shape)}; return one number a row"
-                )
-            out = out.masked_scatter(rows, found.to(out.dtype))
+            count = int(rows.sum())
+            numbers = check_numbers(name, fn(rewards[rows]), f"{count} rewards of group {int(group)}", (count,))
+            out = out.masked_scatter(rows, numbers.to(out.dtype))
         return out
 
     lifted.__name__ = name

@@ -1,7 +1,8 @@
 """Splitting batches into parts and joining them again."""
 
 import heapq
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -301,7 +302,9 @@ def _resize(batch: TensorDict, width: int, who: str) -> TensorDict:
 def concatenate(batches: Sequence[TensorDict]) -> Batch:
     """Put batches under one another, padded to the widest.
 
-    If some of them lack a column, it gets its default, if `COLUMNS` has one: an absent ``valid`` is true.
+    If some of them lack a column, it gets its default, if `COLUMNS` has one: an absent ``valid`` is true. Numbers that
+    only some rollouts report (``reward/<name>``, ``env/<name>``, and their entries of each turn in ``components`` and
+    ``info``) are NaN elsewhere, as in the rows of one rollout.
 
     Raises:
         BatchError: there are no batches, or one lacks a column that has no default.
@@ -323,8 +326,33 @@ def concatenate(batches: Sequence[TensorDict]) -> Batch:
     )
     if width and any(_uneven(batch, width) for batch in batches):
         names = sorted({*names, "attention_mask"})
-    filled = [_filled(batch, names, width) for batch in batches]
+    reported = {name: _names_within(batches, name) for name in _OF_TURNS}
+    filled = [_filled(_with_reports(batch, reported), names, width) for batch in batches]
     return cast(Batch, torch.cat(cast(Any, filled)).lock_())  # type: ignore[attr-defined]
+
+
+_OF_TURNS = ("components", "info")  # what rollouts report of each turn: ragged columns by name
+_REPORTED = ("reward/", "env/")
+
+
+def _names_within(batches: Sequence[TensorDict], column: str) -> list[str]:
+    return sorted({str(name) for batch in batches if column in batch.keys() for name in batch[column].keys()})
+
+
+def _with_reports(batch: TensorDict, reported: Mapping[str, Sequence[str]]) -> TensorDict:
+    """A batch with NaN for the numbers of turns that it does not report, where it knows its turns."""
+    out = batch.copy()
+    for column, names in reported.items():
+        own = dict(batch[column].items()) if column in batch.keys() else {}
+        if set(own) == set(names) or not (own or "turns" in batch.keys()):
+            continue
+        if own:
+            counts = [len(row) for row in rows_of(next(iter(own.values())))]
+        else:
+            counts = (batch["turns"].max(-1).values + 1).tolist()
+        absent = ragged([torch.full((count,), math.nan) for count in counts])
+        out.set(column, Batch({name: own.get(name, absent) for name in names}, batch_size=batch.batch_size))
+    return out
 
 
 def _uneven(batch: TensorDict, width: int) -> bool:
@@ -339,6 +367,8 @@ def _filled(batch: TensorDict, names: Sequence[str], width: int) -> TensorDict:
         column = COLUMNS.get(name)
         if name == "attention_mask" and "input_ids" in out.keys():
             out.set(name, torch.ones_like(out["input_ids"], dtype=torch.bool))
+        elif name.startswith(_REPORTED):
+            out.set(name, torch.full(tuple(batch.batch_size), math.nan))
         elif column is not None and column.default is not None:
             out.set(
                 name,

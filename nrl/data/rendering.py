@@ -24,10 +24,19 @@ _TODAY: Mapping[str, Any] = {"strftime_now": datetime(2024, 7, 26).strftime}
 
 type _Tools = Sequence[Mapping[str, Any]] | None
 
+_CHARACTERS, _MARGIN = 8, 64  # of a token, more than most have; tokens that may depend on where a text was cut
+_HEAD = 1000  # characters
+
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-def render(prompt: Prompt, tokenizer: Any, *, tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+def render(
+    prompt: Prompt,
+    tokenizer: Any,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    max_tokens: int | None = None,
+) -> list[int]:
     """The token ids of a prompt, ready to be completed.
 
     A text is encoded with the special tokens that the tokenizer puts before a text, but not doubled if the text itself
@@ -38,9 +47,10 @@ def render(prompt: Prompt, tokenizer: Any, *, tools: Sequence[Mapping[str, Any]]
         prompt: a text, messages with ``role`` and ``content``, or token ids.
         tokenizer: a transformers tokenizer.
         tools: JSON schemas of functions, which the chat template writes; nothing but a chat shows them.
+        max_tokens: how many ids are wanted; the rest of a longer prompt is not read. None: all.
 
     Returns:
-        At least one token id.
+        At least one token id, unless the tokenizer writes none for the text.
 
     Raises:
         DataError: a prompt that is none of the three, that is empty, that the chat template refuses, or that has ids
@@ -51,14 +61,15 @@ def render(prompt: Prompt, tokenizer: Any, *, tools: Sequence[Mapping[str, Any]]
     >>> render("7+12=", tiny.tokenizer())
     [28, 16, 22, 23, 34]
     """
-    if hasattr(prompt, "tolist"):
+    if hasattr(prompt, "tolist") and not isinstance(prompt, memoryview):
         prompt = prompt.tolist()
     check_prompt(prompt, "render: the prompt")
     if isinstance(prompt, str):
-        return _with_specials(prompt, tokenizer)
+        return _with_specials(prompt, tokenizer, max_tokens)
     if isinstance(prompt[0], Mapping):
-        return encode(templated(cast(Sequence[Message], prompt), tokenizer, asking=True, tools=tools), tokenizer)
-    ids = list(cast(Sequence[int], prompt))
+        text = templated(cast(Sequence[Message], prompt), tokenizer, asking=True, tools=tools)
+        return encode(text, tokenizer, max_tokens)
+    ids = list(cast(Sequence[int], prompt))[:max_tokens]
     if max(ids) >= len(tokenizer):
         raise DataError(f"render: the prompt has the token id {max(ids)}; the tokenizer's last is {len(tokenizer) - 1}")
     return ids
@@ -239,23 +250,45 @@ def _end_of_sequence(tokenizer: Any) -> int:
     return int(tokenizer.eos_token_id)
 
 
-def encode(text: str, tokenizer: Any) -> list[int]:
-    """The token ids of a text alone; special tokens in it are single ids, and none are added.
+def encode(text: str, tokenizer: Any, max_tokens: int | None = None) -> list[int]:
+    """Return the token ids of a text alone; special tokens in it are single ids, and none are added.
+
+    Args:
+        text: any.
+        tokenizer: a transformers tokenizer.
+        max_tokens: how many ids are wanted; None: all. Encoding takes about a second a megabyte, so a longer text is
+            read only as far as these ids reach, and a little further, since the last ids of a part depend on its end.
 
     Raises:
         DataError: the text has a half of a surrogate pair.
     """
+    if not text:
+        return []
+    size = len(text) if max_tokens is None else _CHARACTERS * max_tokens + _MARGIN
+    while True:
+        ids = _encoded(text[:size], tokenizer)
+        if max_tokens is None or size >= len(text):
+            return ids[:max_tokens]
+        if len(ids) >= max_tokens + _MARGIN:
+            return ids[:max_tokens]
+        size *= 4
+
+
+def _encoded(text: str, tokenizer: Any, **options: Any) -> list[int]:
     try:
-        return list(tokenizer.encode(text, add_special_tokens=False)) if text else []
+        return list(tokenizer.encode(text, **{"add_special_tokens": False, **options}))
     except (TypeError, UnicodeError):  # JSON can write halves of a character, which no encoding has
         raise DataError(f"render: {shown(ascii(text))} has a half of a surrogate pair, which is no character") from None
 
 
-def _with_specials(text: str, tokenizer: Any) -> list[int]:
-    bare, full = encode(text, tokenizer), list(tokenizer.encode(text))
-    starts = (start for start in range(len(full)) if full[start : start + len(bare)] == bare)
+def _with_specials(text: str, tokenizer: Any, max_tokens: int | None) -> list[int]:
+    bare = encode(text, tokenizer, max_tokens)
+    # The tokens that come before a text depend on its beginning alone
+    head = text[:_HEAD]
+    short, full = encode(head, tokenizer), list(tokenizer.encode(head))
+    starts = (start for start in range(len(full) - len(short) + 1) if full[start : start + len(short)] == short)
     before = full[: next(starts, 0)]
-    return bare if bare[: len(before)] == before else before + bare
+    return (bare if bare[: len(before)] == before else before + bare)[:max_tokens]
 
 
 def _template(tokenizer: Any, tools: _Tools = None) -> str:

@@ -114,7 +114,17 @@ def tasks(
             raise DataError(f"tasks: '{name}' makes its own prompts, so it takes no {wrong}; leave it out")
         many = getattr(made_by, "many", lambda seed, numbers: [made_by(seed, number) for number in numbers])
         numbers = counting(name="data.tasks")
-        return Tasks(*derived(numbers, lambda n: many(seed, numbers.take(n)))[:3], (name,), None, {})  # all short
+
+        def generated(n: int) -> list[Task]:
+            wanted = numbers.take(n)
+            made = many(seed, wanted)
+            if not isinstance(made, list | tuple) or len(made) != n or not all(isinstance(x, Mapping) for x in made):
+                raise DataError(
+                    f"tasks: '{name}' made {made!r:.200} for the numbers {wanted!r:.80}; return a mapping for each"
+                )
+            return list(made)
+
+        return Tasks(*derived(numbers, generated)[:3], (name,), None, {})  # all short
     if isinstance(source, str) and ":" not in source and not exists(Path(source)):
         raise DataError(
             f"tasks: '{shown(source, 300)}' is neither a file (looked in {Path.cwd()}) nor one of the generated "
@@ -125,7 +135,7 @@ def tasks(
     with waiting(f"data: reading {shown(str(source), 300)}" if isinstance(source, str | Path) else "data: reading"):
         table = read(source)
     made = tasks_of_row(format, template, chat)
-    length = _length(tokenizer, collate)
+    length = _length(tokenizer, collate, max_tokens)
     kept = array("q")  # of each task: its row, and its number among the tasks of the row
     total = unused = long = 0
     last = time.monotonic()
@@ -188,13 +198,15 @@ def epoch(stream: Tasks, most: int | None = None) -> list[Task]:
     return stream.take(min(each for each in (most, stream.size) if each is not None))
 
 
-def _length(tokenizer: Any, collate: Callable[[Iterable[Task], Any], Batch] | None) -> Callable[[Task, str], int]:
-    """Make the function that counts a task's tokens, given where its row stands."""
+def _length(
+    tokenizer: Any, collate: Callable[[Iterable[Task], Any], Batch] | None, max_tokens: int | None
+) -> Callable[[Task, str], int]:
+    """Make the function that counts a task's tokens, given where its row stands, up to one more than may be there."""
 
     def length(task: Task, place: str) -> int:
         try:
             if collate is None:
-                return len(render(task["prompt"], tokenizer))
+                return len(render(task["prompt"], tokenizer, max_tokens=None if max_tokens is None else max_tokens + 1))
             return int(collate([task], tokenizer)["input_ids"].shape[-1])
         except DataError as error:
             raise DataError(f"tasks: {place}: {error}") from error

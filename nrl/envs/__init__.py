@@ -23,7 +23,6 @@ from nrl.envs.contract import (
     Turn,
     Verdict,
     Verifier,
-    score_of,
 )
 from nrl.envs.games import sliding_puzzle, tic_tac_toe
 from nrl.envs.instructions import CONSTRAINTS, constraints
@@ -34,6 +33,7 @@ from nrl.envs.programs import code
 from nrl.envs.retrieval.ranking import Ranker, bm25
 from nrl.envs.retrieval.searches import Passage, search, searching
 from nrl.envs.retrieval.short_answers import short_answer
+from nrl.envs.return_values import score_of
 from nrl.envs.sandbox import Finished, Limits, Sandbox, bubblewrap
 from nrl.envs.verifiers import (
     VERIFIERS,

@@ -24,11 +24,10 @@ from nrl.envs.contract import (
     asynchronous,
     judges_group,
     mapped,
-    score_of,
     settled,
     timeout_of,
-    verdicts_of,
 )
+from nrl.envs.return_values import is_reset, score_of, verdicts_of
 from nrl.errors import EnvError
 
 __all__ = ["by_source", "gated", "judged", "of_group", "product", "single_turn", "weighted"]
@@ -116,6 +115,7 @@ def by_source(*envs: Env) -> Environment:
 
     Raises:
         EnvError: by `reset`, if a task has no ``"source"``, or one without an environment.
+        ValueError: an environment's timeout is no positive number.
 
     >>> sums, letters = (single_turn(lambda task, trace, x=x: x) for x in (1.0, 2.0))
     >>> env = by_source(sums, letters)
@@ -131,11 +131,17 @@ def by_source(*envs: Env) -> Environment:
                 f"by_source: the task has the source {source!r}, and there are {len(envs)} environments; mix tasks "
                 "with nrl.data.mixture, in the order of the environments"
             )
-        return mapped(envs[source].reset(task), lambda found: ((source, found[0]), *found[1:]))
+        return mapped(
+            envs[source].reset(task),
+            lambda value: ((source, value[0]), *value[1:]) if is_reset(value) else value,
+        )
 
     def step(state: tuple[int, Any], turn: Turn) -> Any:
         source, own = state
-        return mapped(envs[source].step(own, turn), lambda found: found._replace(state=(source, found.state)))
+        return mapped(
+            envs[source].step(own, turn),
+            lambda value: value._replace(state=(source, value.state)) if isinstance(value, Step) else value,
+        )
 
     def close(state: tuple[int, Any]) -> Any:
         source, own = state
@@ -156,6 +162,9 @@ def by_source(*envs: Env) -> Environment:
             return TIMEOUT  # `reset` reports it
         return timeout_of(envs[source], task)
 
+    for env in envs:
+        if not callable(getattr(env, "timeout", None)):
+            timeout_of(env, {})
     reset.__name__, step.__name__, close.__name__ = (f"an environment's {name}" for name in ("reset", "step", "close"))
     closes = any(getattr(env, "close", None) for env in envs)
     verifies = any(getattr(env, "verifier", None) for env in envs)

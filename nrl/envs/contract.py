@@ -8,11 +8,11 @@ what happened, a `Trace`.
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any, Literal, NamedTuple, Protocol, TypeGuard, get_args
 
 import attrs
 
-from nrl.errors import EnvError
 from nrl.log import error_text
 
 __all__ = [
@@ -39,11 +39,9 @@ __all__ = [
     "is_env",
     "judges_group",
     "mapped",
-    "score_of",
     "settled",
     "text_of",
     "timeout_of",
-    "verdicts_of",
 ]
 
 TIMEOUT = 60.0
@@ -118,25 +116,6 @@ class FailedScore(Score):
 
 type Verdict = float | Sequence[float] | Mapping[str, float] | Score
 """A reward; several; components by name, whose sum is the reward; or a `Score`."""
-
-
-def score_of(verdict: Verdict) -> Score:
-    """A verdict in full.
-
-    Raises:
-        EnvError: it has a status that does not exist.
-
-    >>> score_of({"right": 1.0, "short": 0.5})
-    Score(reward=1.5, status='ok', components={'right': 1.0, 'short': 0.5})
-    """
-    if isinstance(verdict, Score):
-        if verdict.status not in STATUSES:
-            raise EnvError(f"Score: the status is {verdict.status!r}; give one of {', '.join(STATUSES)}")
-        return verdict
-    if isinstance(verdict, Mapping):
-        components = {str(name): float(value) for name, value in verdict.items()}
-        return Score(sum(components.values()), components=components)
-    return Score(verdict)
 
 
 class Turn(str):
@@ -360,27 +339,15 @@ def judges_group(verifier: Any, task: Task) -> bool:
     return bool(found(task)) if callable(found) else bool(found)
 
 
-def verdicts_of(found: Any, count: int) -> list[Any]:
-    """What a verifier of groups has given, which has to be a verdict for each episode.
-
-    Raises:
-        EnvError: it is not.
-    """
-    verdicts = list(found)
-    if len(verdicts) != count:
-        raise EnvError(f"the verifier of a group gave {len(verdicts)} verdicts for {count} episodes")
-    return verdicts
-
-
 def timeout_of(env: Env, task: Task) -> float | None:
     """Seconds that a call of an environment may take for a task; None: no limit.
 
     Raises:
-        ValueError: they are not positive.
+        ValueError: they are no positive number.
     """
     timeout = getattr(env, "timeout", TIMEOUT)
     seconds: float | None = timeout(task) if callable(timeout) else timeout
-    if seconds is not None and not seconds > 0:
+    if seconds is not None and not (isinstance(seconds, Real) and not isinstance(seconds, bool) and seconds > 0):
         raise ValueError(f"rollout: the environment's timeout is {seconds}; give seconds, or None for no limit")
     return seconds
 

@@ -98,6 +98,8 @@ def judge(
             return Score(0.0, components={"judge": low})
         model = known[0] if known else await asyncio.to_thread(chosen)
         told = rubric(task) if callable(rubric) else rubric
+        if not isinstance(told, str) or not told:
+            raise EnvError(f"judge: the rubric is {told!r:.80}; give a text, or a function from the task to one")
         body = {
             "model": model,
             "messages": _asked(task, trace, told, low, high),

@@ -1,10 +1,12 @@
 """Limits of an episode: on the model's turns, on the tokens that it samples, on time."""
 
 import time
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 from nrl.envs.contract import TIMEOUT, Env, Environment, Step, Task, Turn, alike, mapped
+from nrl.envs.return_values import is_reset
 
 __all__ = ["limited"]
 
@@ -61,7 +63,10 @@ def limited(
             raise ValueError(f"limited: {name} is {value}; give a positive number, or leave it out for no such limit")
 
     def reset(task: Task) -> Any:
-        return mapped(env.reset(task), lambda found: (_Used(0, 0, time.time(), found[0]), *found[1:]))
+        return mapped(
+            env.reset(task),
+            lambda value: (_Used(0, 0, time.time(), value[0]), *value[1:]) if is_reset(value) else value,
+        )
 
     def step(used: _Used, turn: Turn) -> Any:
         return mapped(env.step(used.own, turn), partial(after, used, turn))
@@ -71,7 +76,9 @@ def limited(
             return found  # for its caller to complain about
         now = _Used(used.turns + 1, used.tokens + len(getattr(turn, "token_ids", ())), used.began, found.state)
         spent = {"turns": now.turns, "tokens": now.tokens, "seconds": time.time() - now.began}
-        reached = {name: not found.done and spent[name] >= value for name, value in given.items()}
+        if not isinstance(found.info, Mapping):
+            return found._replace(state=now)  # for its caller to complain about
+        reached = {name: found.done in (False, 0) and spent[name] >= value for name, value in given.items()}
         info = dict(found.info)
         for name, ended in reached.items():  # another `limited` within this one may have reported it, too
             info[f"limits/{name}"] = info.get(f"limits/{name}", 0.0) + float(ended)

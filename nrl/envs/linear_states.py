@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import attrs
 
 from nrl.envs.contract import TIMEOUT, Env, Environment, Step, Task, Turn, alike, mapped
+from nrl.envs.return_values import is_reset
 from nrl.errors import ConsumedState, EnvError, ForeignState
 
 __all__ = ["LinearState", "linear"]
@@ -85,7 +86,9 @@ before 'a'). Go on from the state that the first call returned, or reset for ano
     own_close: Callable[[Any], Any] | None = getattr(env, "close", None)
 
     def reset(task: Task) -> Any:
-        return mapped(env.reset(task), lambda found: (episodes.begin(found[0]), *found[1:]))
+        return mapped(
+            env.reset(task), lambda value: (episodes.begin(value[0]), *value[1:]) if is_reset(value) else value
+        )
 
     def step(state: LinearState, turn: Turn) -> Any:
         act, first = episodes.turn(state, turn)

@@ -12,7 +12,7 @@ import attrs
 import msgspec
 from msgspec.json import Decoder
 
-from nrl.envs.contract import TRAINED, is_env, judges_group, score_of
+from nrl.envs.contract import TRAINED, is_env, judges_group
 from nrl.envs.endpoint import responses
 from nrl.envs.endpoint.fields import Unusable
 from nrl.envs.gym import records
@@ -25,6 +25,7 @@ from nrl.envs.gym.service import Service
 from nrl.envs.gym.values import value_of
 from nrl.envs.nemo_metrics import aggregated
 from nrl.envs.nemo_rows import ROW
+from nrl.envs.return_values import score_of
 
 __all__ = ["nemo_gym_protocol"]
 
@@ -337,9 +338,9 @@ def _sum(verdicts: Sequence[records.Judged]) -> tuple[float, dict[str, float]]:
         score = score_of(records.verdict_of(each))
         if score.status not in TRAINED:
             raise failed(f"the verdict's status is '{score.status}', which is no reward")
-        reward += sum(map(float, score.reward)) if isinstance(score.reward, list | tuple) else float(score.reward)
+        reward += sum(score.reward) if isinstance(score.reward, tuple) else score.reward
         for name, value in score.components.items():
-            components[name] = components.get(name, 0.0) + float(value)
+            components[name] = components.get(name, 0.0) + value
     if not math.isfinite(reward):
         raise failed(f"the reward is {reward}; give a finite number")
     return reward, components

@@ -128,6 +128,7 @@ def bridge(
     tokenizer: Any,
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    max_tokens: int | None = None,
 ) -> list[int] | Fork:
     """The token ids to append behind a sampled turn, so that the model answers new messages.
 
@@ -141,6 +142,7 @@ def bridge(
         new: what follows; the last is not the assistant's.
         tokenizer: a transformers tokenizer with a chat template.
         tools: JSON schemas of functions, for the template.
+        max_tokens: how many ids are wanted; None: all. Longer messages are not encoded to their end.
 
     Returns:
         At least one id; or a `Fork` of reason ``"template"``, if the template does not write the conversation before
@@ -178,7 +180,7 @@ def bridge(
         said = tokenizer.decode(turn, skip_special_tokens=True)
         return _fork(history, f"message {len(history) - 1} as {_shown(own)}, which leaves out some of {_shown(said)}")
     special = _special(tokenizer)
-    ids = _encoded(tail, tokenizer)
+    ids = _encoded(tail, tokenizer, max_tokens)
     end = next((at for at, token in enumerate(ids) if token in special), len(ids))
     after_end = next((n for n, token in enumerate(reversed(turn), 1) if ids[end : end + 1] == [token]), 0)
     if after_end and turn[-after_end:] == ids[end : end + after_end]:
@@ -189,7 +191,7 @@ def bridge(
             return _fork(history, f"{tokenizer.decode(turn[-1:])!r}, the end of message {len(history) - 1}")
     said = tokenizer.decode(turn)
     if own.startswith(said) and any(last.get(name) for name in REASONING):  # the template closes it
-        return _encoded(own[len(said) :] + tail, tokenizer)
+        return _encoded(own[len(said) :] + tail, tokenizer, max_tokens)
     return ids
 
 
@@ -201,6 +203,7 @@ def extend(
     tokenizer: Any,
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    max_tokens: int | None = None,
 ) -> Extension:
     """The token ids with which a model answers a conversation of which a trace has the beginning.
 
@@ -216,6 +219,7 @@ def extend(
         messages: the whole conversation; the last is not the assistant's.
         tokenizer: a transformers tokenizer with a chat template.
         tools: JSON schemas of functions, for the template.
+        max_tokens: how many ids are wanted behind what is kept; None: all.
 
     Returns:
         How much of the trace is kept, what is appended, and why it forks, if it does.
@@ -252,12 +256,14 @@ def extend(
         end = turn.message + 1
         if fork is not None and end > fork.at:
             continue
-        appended = bridge(tokens[turn.start : turn.stop], history[:end], messages[end:], tokenizer, tools=tools)
+        sampled = tokens[turn.start : turn.stop]
+        appended = bridge(sampled, history[:end], messages[end:], tokenizer, tools=tools, max_tokens=max_tokens)
         if not isinstance(appended, Fork):
             return Extension(turn.stop, appended, fork)
         fork = fork or appended
     every = as_taken(messages, tokenizer, tools)
-    return Extension(0, encode(templated(every, tokenizer, asking=True, tools=tools), tokenizer), fork)
+    text = templated(every, tokenizer, asking=True, tools=tools)
+    return Extension(0, encode(text, tokenizer, max_tokens), fork)
 
 
 def _check(history: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> None:
@@ -372,10 +378,10 @@ def _squeezed(text: str) -> str:
     return "".join(unicodedata.normalize("NFC", text).split())
 
 
-def _encoded(tail: str, tokenizer: Any) -> list[int]:
+def _encoded(tail: str, tokenizer: Any, max_tokens: int | None = None) -> list[int]:
     """The ids of a text that follows others: some tokenizers put a space before the first word of a text."""
-    head, whole = encode("\n", tokenizer), encode("\n" + tail, tokenizer)
-    return whole[len(head) :] if whole[: len(head)] == head else encode(tail, tokenizer)
+    head, whole = encode("\n", tokenizer), encode("\n" + tail, tokenizer, max_tokens)
+    return whole[len(head) :] if whole[: len(head)] == head else encode(tail, tokenizer, max_tokens)
 
 
 def _special(tokenizer: Any) -> dict[int, str]:

@@ -5,35 +5,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
-import numpy as np
-from torch import Tensor
 
 from nrl.backends.base import Completion
 from nrl.data.rendering import encode, templated
 from nrl.envs.contract import Prompt, Request, Turn
+from nrl.envs.return_values import read_observation
 from nrl.envs.tools import Tool, parse, tool_format
 from nrl.episodes.bridges import Extension, Fork, Sampled, extend, in_common
 from nrl.episodes.forms import Form, as_taken, form
 from nrl.episodes.requests import NO_LIMITS, Limits
 from nrl.errors import EnvError, ModelError
 
-__all__ = ["Conversation", "is_prompt"]
-
-
-def is_prompt(given: Any) -> bool:
-    """Whether this is text, messages, token ids or an agent's request.
-
-    >>> is_prompt("1+1="), is_prompt([{"role": "user", "content": "1+1="}]), is_prompt([5, 6]), is_prompt(5)
-    (True, True, True, False)
-    """
-    if isinstance(given, Mapping):
-        return "tools" in given and is_prompt(given.get("messages", 0))
-    if isinstance(given, str):
-        return True
-    if not isinstance(given, Sequence | np.ndarray | Tensor):
-        return False
-    kinds = {type(each) if isinstance(each, str) else isinstance(each, Mapping) for each in given}
-    return len(kinds) < 2 and str not in kinds
+__all__ = ["Conversation"]
 
 
 @attrs.frozen
@@ -57,18 +40,17 @@ class Conversation:
     """An episode as messages, beside its tokens.
 
     Args:
-        prompt: what is asked.
+        prompt: what is asked, as `nrl.envs.return_values.read_prompt` gives it.
         tools: of `nrl.envs.tools.tool`; with some, a text is a message of the user.
         tokenizer: of the policy.
+        max_tokens: how many ids of a prompt or an observation are wanted; longer texts are not encoded to their end.
+            None: all.
     """
 
-    def __init__(self, prompt: Prompt | Request, tools: Sequence[Any], tokenizer: Any) -> None:
-        if isinstance(tools, Tool) or any(not isinstance(each, Tool) for each in tools):
-            raise EnvError(
-                "the environment's reset returned something else than a list of tools as its third value; make each of "
-                "a function, by nrl.envs.tools.tool"
-            )
-        self._prompt, self._tokenizer = prompt, tokenizer
+    def __init__(
+        self, prompt: Prompt | Request, tools: Sequence[Tool], tokenizer: Any, max_tokens: int | None = None
+    ) -> None:
+        self._prompt, self._tokenizer, self._max_tokens = prompt, tokenizer, max_tokens
         self.is_request = isinstance(prompt, Mapping)  # whether what was asked last is an agent's
         self.limits = NO_LIMITS
         """Of the turn that is asked for."""
@@ -109,13 +91,13 @@ class Conversation:
         if not isinstance(message, Mapping) or "turn" not in message:
             return message
         turn = message["turn"]
-        if not isinstance(turn, int) or not 0 <= turn < len(self._said):
+        if isinstance(turn, bool) or not isinstance(turn, int) or not 0 <= turn < len(self._said):
             raise EnvError(
                 f"the observation has a message of turn {turn!r}, and the model took {len(self._said)}; count from 0"
             )
         return self._said[turn]
 
-    def asked(self, render: Callable[[Any, Any], list[int]]) -> list[int]:
+    def asked(self, render: Callable[..., list[int]]) -> list[int]:
         """The token ids of the prompt; ``render`` those of one without tools.
 
         Raises:
@@ -124,9 +106,10 @@ class Conversation:
         if isinstance(self._prompt, Mapping):
             return self._goes_on(self._asked(self._prompt), [[]])[1].appended
         if not self._apart:
-            return render(self._prompt, self._tokenizer)
+            return render(self._prompt, self._tokenizer, max_tokens=self._max_tokens)
         asking = as_taken(self._rows[-1].messages, self._tokenizer, self._schemas)
-        ids = encode(templated(asking, self._tokenizer, asking=True, tools=self._schemas), self._tokenizer)
+        text = templated(asking, self._tokenizer, asking=True, tools=self._schemas)
+        ids = encode(text, self._tokenizer, self._max_tokens)
         self._opened = self._opening(ids)
         return ids
 
@@ -168,26 +151,20 @@ class Conversation:
             rows: the tokens of each row of the episode; the last is the one to which the policy added.
 
         Raises:
-            EnvError: the observation is nothing that can be appended.
+            EnvError: the observation cannot be read, or not here.
             DataError: the chat template does not take it.
         """
-        if observation is None:
-            raise EnvError(
-                "the step is not done, and it has no observation; return Step(..., done=True) or an observation"
-            )
+        observation = read_observation(observation, len(self._tokenizer), self._max_tokens)
         self.is_request, self.limits = False, NO_LIMITS
         row = self._rows[-1]
         if isinstance(observation, str):
-            return self._appended(rows, list(self._tokenizer.encode(observation, add_special_tokens=False)))
+            return self._appended(rows, encode(observation, self._tokenizer, self._max_tokens))
         if isinstance(observation, Mapping):
-            messages = _whole(observation)
             if "tools" in observation:
                 return self._goes_on(self._asked(observation), rows)
-            return self._goes_on([self._as_said(each) for each in messages], rows)
-        if not is_prompt(observation):
-            raise EnvError(f"the observation is {observation!r:.200}; return text, messages or token ids")
+            return self._goes_on([self._as_said(each) for each in observation["messages"]], rows)
         if not any(isinstance(part, Mapping) for part in observation):
-            return self._appended(rows, [int(token) for token in observation])
+            return self._appended(rows, observation)
         if not row.chat:
             raise EnvError(
                 "the observation is messages, and the episode is no chat: its prompt or an observation before is text "
@@ -204,10 +181,11 @@ class Conversation:
         """Go on with a whole conversation: with a row that has the beginning, if the same tools were offered."""
         at = self._begins(every) if of is None else of
         row = self._rows[at]
+        options: Any = {"tools": self._schemas, "max_tokens": self._max_tokens}
         if row.chat and (row.schemas == self._schemas or not row.messages):
-            found = extend(rows[at], row.messages, row.turns, every, self._tokenizer, tools=self._schemas)
+            found = extend(rows[at], row.messages, row.turns, every, self._tokenizer, **options)
         else:
-            found = extend([], [], [], every, self._tokenizer, tools=self._schemas)
+            found = extend([], [], [], every, self._tokenizer, **options)
             why = "other tools were offered" if row.chat else "what came before is no chat"
             found = found._replace(fork=Fork("rewritten", 0, why))
         turns = [turn for turn in row.turns if turn.stop <= found.kept]
@@ -225,20 +203,6 @@ class Conversation:
             if row.chat and row.schemas == self._schemas and found >= best:
                 best, at = found, place
         return at
-
-
-def _whole(observation: Mapping[str, Any]) -> list[Any]:
-    """The conversation that an observation is the whole of."""
-    if "role" in observation:
-        raise EnvError("the observation is one message; return a list of messages")
-    messages = observation.get("messages")
-    known = {"messages", "tools", "ids", "stop", "max_new_tokens"} if "tools" in observation else {"messages"}
-    if not set(observation) <= known or not isinstance(messages, Sequence) or isinstance(messages, str):
-        raise EnvError(
-            f"the observation is {observation!r:.200}; return {{'messages': [...]}} with the whole conversation "
-            "(and the 'tools' of an agent), a list of messages to append, text, or token ids"
-        )
-    return list(messages)
 
 
 def _format(tokenizer: Any, schemas: Any) -> str:

@@ -8,10 +8,9 @@ import asyncio
 import copy
 import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import attrs
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,17 +27,17 @@ from nrl.envs.contract import (
     Turn,
     Verdict,
     judges_group,
-    score_of,
 )
+from nrl.envs.return_values import LARGEST_REWARD, is_reset, read_prompt, read_reset, read_step, score_of
 from nrl.envs.user_code.calls import Caller, calling
 from nrl.envs.user_code.errors import Failed
 from nrl.episodes.bridges import Fork
-from nrl.episodes.conversations import Conversation, is_prompt
+from nrl.episodes.conversations import Conversation
 from nrl.episodes.lengths import least_tokens
 from nrl.errors import DataError, EnvError, ExecutableError, LostRequest, ModelError
 from nrl.log import error_text
 
-__all__ = ["Episode", "Generate", "failed", "play", "run_episode"]
+__all__ = ["Episode", "Generate", "earn", "failed", "play", "run_episode"]
 
 type Generate = Callable[..., Awaitable[Completion]]
 """Asks the policy to continue token ids; a second argument are `nrl.episodes.requests.Limits`, if there are some."""
@@ -47,7 +46,6 @@ _OF_A_ROW = (
     *("token_ids", "sampled", "turn_of", "logprobs", "versions", "turn_rewards"),
     *("drawn", "version", "again", "forked", "routes"),
 )
-_LARGEST = torch.finfo(torch.float32).max
 
 
 @attrs.define
@@ -127,16 +125,12 @@ class Episode:
         return Trace(self.prompt, turns, seen, token_ids, sampled, self.truncated)
 
     def earn(self, verdict: Verdict, whose: str = "the verifier's verdict") -> None:
-        """Add a verdict, as of the last token that the policy has sampled."""
-        try:
-            score = score_of(verdict)
-            if score.status in TRAINED:
-                _add(0.0, score.reward)
-        except (TypeError, ValueError) as error:
-            raise EnvError(
-                f"{whose} is {verdict!r:.200}, of which no reward can be made; return a number, several numbers, "
-                "components by name, or a Score"
-            ) from error
+        """Add a verdict, as of the last token that the policy has sampled.
+
+        Raises:
+            EnvError: no reward can be made of it, or it has another number of rewards than the turns before.
+        """
+        score = score_of(verdict, whose)
         if score.status not in TRAINED:
             why = score.why if isinstance(score, FailedScore) else f"Score: the verdict's status is '{score.status}'"
             self.fail(why, score.status)
@@ -144,10 +138,10 @@ class Episode:
         self.reward = _add(self.reward, score.reward)
         row = self.last
         last = len(row.sampled) - 1 - row.sampled[::-1].index(True) if any(row.sampled) else 0
-        row.turn_rewards.append((last, _add(0.0, score.reward)))
+        row.turn_rewards.append((last, score.reward))
         named = self.turn_components.setdefault(len(self.turns) - 1, {})
         for name, value in score.components.items():
-            named[name] = named.get(name, 0.0) + float(value)
+            named[name] = named.get(name, 0.0) + value
         self.status = score.status if self.status == "ok" else self.status
 
     def fail(self, why: str, status: Status = "infra_error") -> None:
@@ -276,19 +270,11 @@ async def play(
     async def reset() -> bool:
         """Begin; whether the episode is over, since its only requests were refused."""
         nonlocal chat
-        found = await holding(call.reset(env.reset, task), lambda found: found[:1] if _is_reset(found) else ())
-        if not _is_reset(found):
-            raise EnvError(
-                f"the environment's reset returned {_shown(found)}; return (state, prompt), or (state, prompt, tools)"
-            )
-        _, prompt, *tools = found
-        if not is_prompt(prompt):
-            raise EnvError(
-                f"the environment's reset returned {_shown(prompt)} as the prompt; give text, a list of messages, or "
-                "token ids"
-            )
-        episode.prompt = prompt
-        chat = Conversation(prompt, tools[0] if tools else (), tokenizer)
+        value = await holding(call.reset(env.reset, task), lambda value: value[:1] if is_reset(value) else ())
+        _, prompt, *tools = read_reset(value)
+        most = context_length + 1  # what is longer fills the context, whatever else it says
+        episode.prompt = read_prompt(prompt, len(tokenizer), most)
+        chat = Conversation(episode.prompt, tools[0] if tools else (), tokenizer, most)
         before = copy.copy(chat)
         if isinstance(prompt, Mapping) and (least := least_tokens(prompt, tokenizer, context_length)):
             return (await answered(await act(Turn(stop_reason="length", prompt_tokens=least)))).done
@@ -303,24 +289,22 @@ async def play(
             chat = before
             return (await answered(await act(Turn(stop_reason="length", prompt_tokens=len(tokens))))).done
         episode.append(tokens)
-        if len(episode.token_ids) >= context_length:
-            episode.fail(
-                f"DataError: the prompt has {len(episode.token_ids)} tokens and fills the context of {context_length}",
-                "skipped",
-            )
+        if len(tokens) >= context_length:
+            count = f"{len(tokens)} tokens" if len(tokens) < most else f"more than {context_length} tokens"
+            episode.fail(f"DataError: the prompt has {count} and fills the context of {context_length}", "skipped")
+        if not tokens:
+            raise DataError("the prompt is text of which the tokenizer makes no token; give a longer one")
         return False
 
     async def act(turn: Turn) -> Step:
         coming = call(env.step, held[0], turn)
-        taken = await holding(coming, lambda taken: [taken.state] if isinstance(taken, Step) else ())
-        if not isinstance(taken, Step):
-            raise EnvError(f"the environment's step returned {type(taken).__name__}; return a Step(state, reward, ...)")
+        taken = read_step(await holding(coming, lambda value: [value.state] if isinstance(value, Step) else ()))
         episode.earn(taken.reward, "the step's reward")
         return taken
 
     async def step(turn: Turn) -> Step:
         taken = await act(turn)
-        episode.info.append(_numbers(taken.info))
+        episode.info.append(dict(taken.info))
         return await answered(taken)
 
     async def answered(taken: Step) -> Step:
@@ -358,7 +342,8 @@ async def play(
         return taken
 
     async def judge() -> None:
-        episode.earn(await call(verifier, task, episode.trace))
+        if not judges_group(verifier, task):  # which may be a function of the user's, too
+            episode.earn(await call(verifier, task, episode.trace))
 
     # The environment is the user's code, so it may fail without ending the run. The sampler's errors are passed on
     try:
@@ -377,7 +362,7 @@ async def play(
             if len(episode.token_ids) >= context_length:
                 episode.truncated = True
                 break
-        if episode.failure is None and verifier is not None and not judges_group(verifier, task):
+        if episode.failure is None and verifier is not None:
             await _guarded(judge(), episode)
     finally:
         for row in (episode, *episode.earlier):
@@ -386,25 +371,6 @@ async def play(
                 del per_token[context_length:]
         if held:
             await _close(call.close(held[0]))
-
-
-def _is_reset(found: Any) -> bool:
-    return isinstance(found, tuple) and len(found) in (2, 3)
-
-
-def _shown(found: Any) -> str:
-    several = f" of {len(found)}" if isinstance(found, tuple | list) else ""
-    return "nothing" if found is None else f"a {type(found).__name__}{several}"
-
-
-def _numbers(info: Any) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for key, value in info.items():
-        try:
-            found[str(key)] = float(value)
-        except (TypeError, ValueError) as error:
-            raise EnvError(f"the step's info has {key!r}: {value!r:.200}; give numbers alone") from error
-    return found
 
 
 async def _guarded[T](work: Awaitable[T], episode: Episode) -> T | None:
@@ -426,6 +392,14 @@ def failed(error: Exception, episode: Episode) -> None:
     episode.fail(text, "timeout" if text.startswith("TimeoutError") else "infra_error")
 
 
+def earn(episode: Episode, verdict: Any) -> None:
+    """Add one of several verdicts; one of which no reward can be made fails its own episode alone."""
+    try:
+        episode.earn(verdict)
+    except EnvError as error:
+        failed(error, episode)
+
+
 async def _close(work: Awaitable[Any]) -> None:
     try:
         await work
@@ -433,13 +407,17 @@ async def _close(work: Awaitable[Any]) -> None:
         warnings.warn(f"rollout: an environment's close failed, and its row stays as it is: {error}", stacklevel=2)
 
 
-def _add(a: float | tuple[float, ...], b: Any) -> float | tuple[float, ...]:
+def _add(a: float | tuple[float, ...], b: float | tuple[float, ...]) -> float | tuple[float, ...]:
+    """The sum of two rewards. The number 0, which a turn without a reward has, adds nothing to several."""
     total: float | tuple[float, ...]
-    if isinstance(b, Sequence | np.ndarray | Tensor) and np.ndim(b) == 1:
-        before = a if isinstance(a, tuple) else (0.0,) * len(b)
-        total = tuple(float(x) + float(y) for x, y in zip(before, b, strict=True))
+    if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
+        total = tuple(x + y for x, y in zip(a, b, strict=True))
+    elif isinstance(a, float) and isinstance(b, float):
+        total = a + b
+    elif 0.0 in (a, b):
+        total = b if a == 0.0 else a
     else:
-        total = cast(float, a) + float(b)
-    if not all(abs(x) <= _LARGEST for x in (total if isinstance(total, tuple) else (total,))):
-        raise EnvError(f"the reward is {total}; rewards are float32, whose largest number is {_LARGEST:.3g}")
+        raise EnvError(f"the turns of an episode have the rewards {a} and {b}; give every turn as many")
+    if not all(abs(x) <= LARGEST_REWARD for x in (total if isinstance(total, tuple) else (total,))):
+        raise EnvError(f"the reward is {total}; rewards are float32, whose largest number is {LARGEST_REWARD:.3g}")
     return total

@@ -139,7 +139,7 @@ def grade(
     given, extract = _rewards(batch), extractor(verifier)
 
     def graded(place: int, task: Task) -> Graded:
-        start, rows = _prompt_tokens(task, sampler.tokenizer), range(place * n, (place + 1) * n)
+        start, rows = _prompt_tokens(task, sampler), range(place * n, (place + 1) * n)
         # By the length of the prompt rather than by the loss mask, which is empty where the verifier failed
         texts = [sampler.tokenizer.decode(ids[row, start : ends[row]], skip_special_tokens=True) for row in rows]
         return Graded(
@@ -229,9 +229,9 @@ def _numbers(batch: Batch, rows: Sequence[int]) -> dict[str, list[float | None]]
     return {name: [x if math.isfinite(x) else None for x in values] for name, values in found.items()}
 
 
-def _prompt_tokens(task: Task, tokenizer: Any) -> int:
+def _prompt_tokens(task: Task, sampler: Sampler) -> int:
     with suppress(KeyError, NrlError):  # then nothing was sampled, and the rows are not valid
-        return len(render(task["prompt"], tokenizer))
+        return len(render(task["prompt"], sampler.tokenizer, max_tokens=sampler.context_length))
     return 0
 
 

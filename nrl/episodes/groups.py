@@ -8,9 +8,10 @@ import attrs
 
 from nrl.data import render
 from nrl.envs import Task
-from nrl.envs.contract import Prompt, verdicts_of
+from nrl.envs.contract import Prompt
+from nrl.envs.return_values import verdicts_of
 from nrl.envs.user_code.calls import Caller
-from nrl.episodes.episode import Episode, failed
+from nrl.episodes.episode import Episode, earn, failed
 
 __all__ = ["Group"]
 
@@ -38,14 +39,12 @@ class Group:
     _judging: bool = False
     _rendered: dict[Any, list[int]] = attrs.field(factory=dict)
 
-    def render(self, prompt: Prompt, tokenizer: Any) -> list[int]:
-        """Render a prompt once: the episodes share it."""
-        key: Any = prompt
-        if not isinstance(prompt, str):
-            chat = any(isinstance(each, Mapping) for each in prompt)
-            key = repr(prompt) if chat else tuple(int(each) for each in prompt)  # type: ignore[arg-type]
+    def render(self, prompt: Prompt, tokenizer: Any, *, max_tokens: int | None = None) -> list[int]:
+        """Render a prompt once: the episodes share it. It is as `nrl.envs.return_values.read_prompt` gives it."""
+        chat = not isinstance(prompt, str) and any(isinstance(part, Mapping) for part in prompt)
+        key: Any = prompt if isinstance(prompt, str) else repr(prompt) if chat else tuple(prompt)
         if key not in self._rendered:
-            self._rendered[key] = render(prompt, tokenizer)
+            self._rendered[key] = render(prompt, tokenizer, max_tokens=max_tokens)
         return self._rendered[key]
 
     def cut(self) -> None:
@@ -99,9 +98,7 @@ class Group:
         if self._late or not live:
             return
         try:
-            found = await call(verifier, self.task, [episode.trace for episode in live])
-            for episode, verdict in zip(live, verdicts_of(found, len(live)), strict=True):
-                episode.earn(verdict)
+            verdicts = verdicts_of(await call(verifier, self.task, [episode.trace for episode in live]), len(live))
         except asyncio.CancelledError:
             if not self._late:
                 raise
@@ -110,3 +107,6 @@ class Group:
         except Exception as error:
             for episode in live:
                 failed(error, episode)
+        else:
+            for episode, verdict in zip(live, verdicts, strict=True):
+                earn(episode, verdict)

@@ -9,9 +9,10 @@ import attrs
 import torch
 
 from nrl.envs import Env, Environment, Task, Verifier, extractor
-from nrl.envs.contract import TIMEOUT, Turn, is_env, judges_group, verdicts_of
+from nrl.envs.contract import TIMEOUT, Turn, is_env, judges_group
+from nrl.envs.return_values import verdicts_of
 from nrl.envs.user_code.calls import Caller, calling
-from nrl.episodes.episode import Episode, failed
+from nrl.episodes.episode import Episode, earn, failed
 from nrl.episodes.grades import Graded, failures_of, fields_of
 from nrl.episodes.running import hashed
 from nrl.errors import EnvError
@@ -117,11 +118,12 @@ async def _judge(episodes: Sequence[Episode], verifier: Any, call: Caller, task:
         traces = [each.trace for each in episodes]
         found = await call(verifier, task.copy(), traces if group else traces[0])
         verdicts = verdicts_of(found, len(episodes)) if group else [found]
-        for episode, verdict in zip(episodes, verdicts, strict=True):
-            episode.earn(verdict)
     except Exception as error:
         for episode in episodes:
             failed(error, episode)
+    else:
+        for episode, verdict in zip(episodes, verdicts, strict=True):
+            earn(episode, verdict)
 
 
 def _episode(task: Task, old: Graded, place: int) -> Episode:

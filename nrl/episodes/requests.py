@@ -14,6 +14,7 @@ import attrs
 
 from nrl.backends.base import Completion, Sampling
 from nrl.backends.samplers import Sampler, Streams, capabilities
+from nrl.backends.sampling.request_checks import check_completion
 from nrl.errors import GenerationError, LostRequest
 from nrl.runtime.mesh.futures import done
 
@@ -81,7 +82,13 @@ class _Request:
     promised: "futures.Future[Completion] | None" = None
 
     def give(self, completion: Completion) -> None:
-        if not self.answer.done():  # it has been cancelled
+        if self.answer.done():  # it has been cancelled
+            return
+        try:
+            check_completion(completion)
+        except LostRequest as error:
+            self.fail(error)
+        else:
             self.answer.set_result(shortened(completion, len(self.tokens), self.limits.max_new_tokens))
 
     def fail(self, error: BaseException) -> None:

@@ -95,9 +95,15 @@ def played(
         running.close()
 
 
-def batch_of(groups: Sequence[Group], sampler: Sampler, sampling: Sampling | None, schedule: Schedule) -> Batch:
-    """The rows of groups; a warning says why episodes failed, but for those that were cut."""
-    batch = rows_of(groups, sampler, sampling, schedule)
+def batch_of(
+    groups: Sequence[Group],
+    sampler: Sampler,
+    sampling: Sampling | None,
+    schedule: Schedule,
+    num_rewards: int | None = None,
+) -> Batch:
+    """The rows of groups; a warning says why episodes failed, but for those that were cut. See `rows_of`."""
+    batch = rows_of(groups, sampler, sampling, schedule, num_rewards)
     ended = [episode for group in groups for _, episode in group.ended]
     _warn([episode.failure for episode in ended if episode.failure and not episode.cut], len(ended))
     return batch

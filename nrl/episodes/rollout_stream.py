@@ -149,8 +149,10 @@ def _stream(given: _Rolled, schedule: Schedule) -> Source[Batch]:
     sampler, _, tasks, n, sampling, *_ = given
     at = _Place()
     streaks: dict[int, _Streak] = {}  # by source
+    num_rewards: int | None = None  # of an episode, once one was valid
 
     def take(count: int) -> list[Batch]:
+        nonlocal num_rewards
         if count < 1:
             return []
         running, anew = at.play(lambda: Running(sampler, given.env, n, sampling, given.seed, schedule))
@@ -162,7 +164,9 @@ def _stream(given: _Rolled, schedule: Schedule) -> Source[Batch]:
         at.begun = [each for each in at.begun if each[0] in still]
         if not at.begun:
             at.end()
-        batch = batch_of(groups, sampler, sampling, schedule)
+        batch = batch_of(groups, sampler, sampling, schedule, num_rewards)
+        if bool(batch["valid"].any()):
+            num_rewards = batch["rewards"].shape[1] if batch["rewards"].ndim > 1 else 0
         check(groups)
         sizes = batch["group_ids"].unique_consecutive(return_counts=True)[1].tolist()
         return [cast(Batch, part.lock_()) for part in batch.split(sizes)]

@@ -1,6 +1,7 @@
 """Episodes that have ended, as the rows of a batch."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -23,16 +24,27 @@ __all__ = ["rows_of"]
 _PLACES = 20  # bits of an episode's number that are its place in the group
 
 
-def rows_of(groups: Sequence[Group], sampler: Sampler, sampling: Sampling | None, schedule: Schedule) -> Batch:
+def rows_of(
+    groups: Sequence[Group],
+    sampler: Sampler,
+    sampling: Sampling | None,
+    schedule: Schedule,
+    num_rewards: int | None = None,
+) -> Batch:
     """The rows of groups, group after group, with the columns that `nrl.rollout` names.
 
-    Episodes that have another number of rewards than the first valid one fail.
+    Args:
+        groups: that have ended.
+        sampler: of their episodes.
+        sampling: instead of the sampler's own.
+        schedule: by which they ended.
+        num_rewards: of an episode, 0 where that is one number; the others fail. None: as many as most episodes have.
     """
     ended = [(group, place, episode) for group in groups for place, episode in group.ended]
-    _check_rewards([episode for *_, episode in ended])
+    num_rewards = _check_rewards([episode for *_, episode in ended], num_rewards)
     every = [(group, place, row) for group, place, episode in ended for row in episode.rows()]
     flat, numbers = [row for *_, row in every], torch.tensor([group.number for group, *_ in every])
-    batch = _rows(flat, sampler.version, (sampling or sampler.sampling).temperature)
+    batch = _rows(flat, sampler.version, (sampling or sampler.sampling).temperature, num_rewards)
     places = torch.tensor([place for _, place, _ in every])
     columns: dict[str, Tensor] = {"group_ids": numbers, "episode_ids": (numbers << _PLACES) + places}
     if capabilities(sampler).streams:  # whose engines may die one by one
@@ -60,19 +72,32 @@ def _left_out(groups: Sequence[Group], numbers: Tensor) -> dict[str, Tensor]:
     return found
 
 
-def _check_rewards(episodes: Sequence[Episode]) -> None:
-    """Fail the episodes that have another number of rewards than the first valid one, since rows must agree in it."""
-    sizes = [np.size(episode.reward) if isinstance(episode.reward, tuple) else 0 for episode in episodes]
-    first = next((size for size, episode in zip(sizes, episodes, strict=True) if episode.failure is None), 0)
-    for size, episode in zip(sizes, episodes, strict=True):
-        if episode.failure is None and size != first:
+def _check_rewards(episodes: Sequence[Episode], num_rewards: int | None) -> int:
+    """Fail the episodes that have another number of rewards than the others, since rows must agree in it.
+
+    Where none is the most frequent one, nothing says which is right, so all of them fail. The order of the episodes
+    changes nothing.
+    """
+    sizes = Counter(_num_rewards(episode) for episode in episodes if episode.failure is None)
+    (most, count), (_, next_count) = [*sizes.most_common(2), (0, 0), (0, 0)][:2]
+    undecided = num_rewards is None and count > 0 and next_count == count
+    wanted = most if num_rewards is None else num_rewards
+    for episode in episodes:
+        if episode.failure is None and (undecided or _num_rewards(episode) != wanted):
+            others = sorted({*sizes, wanted} - {_num_rewards(episode)})
+            numbers = " or ".join(f"{size} rewards" if size else "one number" for size in others)
             episode.fail(
-                f"EnvError: the reward is {episode.reward}, and other episodes have "
-                f"{f'{first} rewards' if first else 'one number'}; give every episode as many"
+                f"EnvError: the reward is {episode.reward}, and other episodes have {numbers}; give every episode as "
+                "many"
             )
+    return 0 if undecided else wanted
 
 
-def _rows(episodes: Sequence[Episode], version: int, temperature: float) -> Batch:
+def _num_rewards(episode: Episode) -> int:
+    return len(episode.reward) if isinstance(episode.reward, tuple) else 0
+
+
+def _rows(episodes: Sequence[Episode], version: int, temperature: float, several: int) -> Batch:
     size, width = len(episodes), max(1, *(len(episode.token_ids) for episode in episodes))
     ids = np.zeros((size, width), dtype=np.int64)
     real, sampled = np.zeros((size, width), dtype=bool), np.zeros((size, width), dtype=bool)
@@ -83,7 +108,6 @@ def _rows(episodes: Sequence[Episode], version: int, temperature: float) -> Batc
         sampled[row, :length], logprobs[row, :length] = episode.sampled, episode.logprobs
         turns[row, :length] = episode.turn_of
     valid = torch.tensor([episode.failure is None for episode in episodes])
-    several = max((len(e.reward) for e in episodes if isinstance(e.reward, tuple) and not e.failure), default=0)
     nothing: Any = (math.nan,) * several if several else math.nan
     columns = {
         "input_ids": torch.from_numpy(ids),

@@ -20,7 +20,7 @@ from nrl.backends.samplers import Sampler
 from nrl.envs import Env, Task
 from nrl.envs.contract import is_env, judges_group
 from nrl.envs.user_code.calls import Caller, calling
-from nrl.episodes.episode import Episode, play
+from nrl.episodes.episode import Episode, failed, play
 from nrl.episodes.groups import Group
 from nrl.episodes.requests import NO_LIMITS, Limits, Requests, requests_to
 from nrl.errors import BatchError, DataError, EnvError
@@ -107,7 +107,8 @@ class Running:
                 raise DataError(
                     f"rollout: the task of group {number} is {task!r:.200}; give mappings, such as {{'prompt': ...}}"
                 )
-            if not isinstance(task.get("source", 0), int):
+            source = task.get("source", 0)
+            if isinstance(source, bool) or not isinstance(source, int) or not -(2**63) <= source < 2**63:
                 raise DataError(
                     f"rollout: the task of group {number} has the source {task['source']!r}; give an integer for each "
                     "source"
@@ -138,7 +139,13 @@ class Running:
     async def _whole(self, group: Group, call: Caller) -> None:
         await group.play(self.schedule.keep or self._n)
         verifier: Any = getattr(self._env, "verifier", None)
-        if judges_group(verifier, group.task):
+        try:
+            together = judges_group(verifier, group.task)
+        except Exception as error:  # it may be a function of the user's; each episode has failed by that, too
+            together = False
+            for _, episode in group.ended:
+                failed(error, episode)
+        if together:
             await group.judge(verifier, call)
         for place, episode in enumerate(group.episodes):
             if episode.cut:

@@ -107,7 +107,8 @@ def filtered(stream: Stream[Batch], keep: Callable[[Batch], bool], patience: int
         patience: how many draws in a row may be dropped whole.
 
     Raises:
-        DataError: so many draws held nothing to keep, or ``patience`` is not positive.
+        DataError: so many draws held nothing to keep, ``patience`` is not positive, or ``keep`` returned something else
+            than a truth value, such as None.
 
     >>> from nrl.stream import counting
     >>> def group(index):
@@ -124,7 +125,16 @@ def filtered(stream: Stream[Batch], keep: Callable[[Batch], bool], patience: int
             "use other tasks, or sample more answers to each"
         )
 
-    return _filtered("filtered", "filtered", stream, keep, patience, complain)
+    def kept(batch: Batch) -> bool:
+        verdict: Any = keep(batch)
+        plain = verdict.tolist() if hasattr(verdict, "tolist") and getattr(verdict, "ndim", 1) == 0 else verdict
+        if not isinstance(plain, bool):
+            raise DataError(
+                f"filtered: {name_of(keep)} returned {verdict!r:.80}; return True or False, such as by bool(... .any())"
+            )
+        return plain
+
+    return _filtered("filtered", "filtered", stream, kept, patience, complain)
 
 
 def fresh(stream: Stream[Batch], lag: int, sampler: Versioned, patience: int = 32) -> Source[Batch]:

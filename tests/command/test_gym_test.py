@@ -362,8 +362,8 @@ def test_a_verifier_of_groups_compares_each_answer_with_the_right_one(
 ) -> None:
     assert "mutated" in said(capsys, "v.py:last", *FEW, status=1)
     shown = said(capsys, "v.py:alone", *FEW, status=1)
-    assert "EnvError: the verdict on a group of 2 is [Score(" in shown
-    assert "; return a list of one verdict for each" in shown
+    assert "EnvError: the verifier of a group gave 1 verdicts for 2 episodes" in shown
+    assert "; return one for each, in order" in shown
 
 
 @pytest.mark.parametrize(
@@ -618,10 +618,13 @@ def test_what_is_wrong_with_an_environment_is_found_by_name(here: Path, name: st
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("unreset", "EnvError: reset returned a str; return (state, prompt), or with tools"),
-        ("unasked", "EnvError: reset returned a float as the prompt; give text, messages or token ids"),
-        ("untooled", "EnvError: reset returned tools that are none; give a list of what nrl.envs.tools.tool makes"),
-        ("unstepped", "EnvError: step returned a float; return a Step(state, reward, ...)"),
+        (
+            "unreset",
+            "EnvError: the environment's reset returned a str; return (state, prompt), or (state, prompt, tools)",
+        ),
+        ("unasked", "; give text, a list of messages, or token ids"),
+        ("untooled", "EnvError: the environment's reset returned something else than a list of tools as its third"),
+        ("unstepped", "EnvError: the environment's step returned float; return a Step(state, reward, ...)"),
         ("unpaid", "EnvError: the verdict is 'much', of which no reward can be made"),
         ("unclosed", "episodes could not be closed: task 0, silent (silent): OSError: busy"),
         ("endless", "it had 5 turns and was not done"),

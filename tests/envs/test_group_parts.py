@@ -188,7 +188,7 @@ WRONG: list[tuple[Callable[[], Any], str, str]] = [
     (raises(TimeoutError("late")), "timeout", "TimeoutError: late"),
     (lambda: (1.0, 2.0), "infra_error", r"EnvError: a verifier gave the rewards (1.0, 2.0)"),
     (lambda: Score(1.0, "fine"), "infra_error", "EnvError: Score: the status is 'fine'"),  # type: ignore[arg-type]
-    (lambda: "no", "infra_error", "EnvError: a verifier gave the rewards no"),
+    (lambda: "no", "infra_error", "EnvError: the verdict is 'no', of which no reward can be made"),
 ]
 
 
@@ -214,7 +214,9 @@ def test_a_group_part_that_fails_fails_all_rows_that_it_was_asked_about(group: V
     for verify in (weighted(a=(1.0, group), b=(1.0, bad)), weighted(b=(1.0, bad), a=(1.0, group))):
         found = asked(verify)
         assert {each.status for each in found} == {"infra_error"}
-        assert {each.why for each in found} == {"EnvError: the verifier of a group gave 1 verdicts for 4 episodes"}
+        assert {each.why for each in found} == {
+            "EnvError: the verifier of a group gave 1 verdicts for 4 episodes; return one for each, in order"
+        }
     found = asked(gated(lambda task, trace: trace.text.isdigit(), of_group(raises_of_group)))
     assert [each.status for each in found] == ["infra_error", "infra_error", "ok", "infra_error"]
 

@@ -238,11 +238,11 @@ def test_nothing_to_roll_out(sampler: EnginePool, tasks: list[Any], n: int) -> N
         rollouts(sampler, single_turn(exact), data.tasks("arithmetic"), n=0)
 
 
-def test_rows_have_as_many_rewards_as_the_first(sampler: EnginePool) -> None:
-    env = single_turn(lambda task, trace: (1.0, 2.0) if task["answer"] == "3" else 1.0)
+def test_rows_have_as_many_rewards_as_most(sampler: EnginePool) -> None:
+    env = single_turn(lambda task, trace: 1.0 if task["answer"] == "3" else (1.0, 2.0))
     with pytest.warns(UserWarning, match="other episodes have 2 rewards"):
-        batch = rollout(sampler, env, TASKS)
-    assert batch["valid"].tolist() == [True, False]
+        batch = rollout(sampler, env, [*TASKS, TASKS[1]])
+    assert batch["valid"].tolist() == [False, True, True]
 
 
 def test_a_source_is_an_integer(sampler: EnginePool) -> None:

@@ -196,7 +196,7 @@ def test_the_components_of_a_turn_are_those_that_its_step_named() -> None:
         turns, at = state
         if at == 1 and turn == "x":
             raise ValueError
-        return Step((turns, at + 1), named[at], done=at + 1 == turns, observation="more")
+        return Step((turns, at + 1), named[at] or 0.0, done=at + 1 == turns, observation="more")
 
     env = Environment(lambda task: ((task["turns"], 0), "1"), step)
     with pytest.warns(UserWarning, match="1 of 3"):

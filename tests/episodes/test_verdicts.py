@@ -57,9 +57,9 @@ def test_a_status_that_does_not_exist_is_an_error() -> None:
 
 
 def test_components_add_up_and_are_reported() -> None:
-    def verify(task: Any, trace: Trace) -> dict[str, float]:
+    def verify(task: Any, trace: Trace) -> Any:
         if trace.text == "20":
-            return {}
+            return 0.0
         return {"right": float(trace.text == task["answer"]), "length": len(trace.text) / 4}
 
     batch = rollout(Scripted(TEXTS), single_turn(verify), TASKS, n=2)

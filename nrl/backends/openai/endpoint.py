@@ -65,9 +65,9 @@ class Endpoint:
         """Send a request, and return its completion.
 
         Raises:
-            LostRequest: the server failed in all attempts.
-            ClusterError: the same, and it has failed as many requests in a row as may be under way at once: it is gone.
-            GenerationError: the server refuses, or its answer is unusable.
+            LostRequest: the server failed in all attempts, or its answer is unusable.
+            ClusterError: it has failed as many requests in a row as may be under way at once: it is gone.
+            GenerationError: the server refuses.
         """
         try:
             answer = await self.server.ask("/completions", body)
@@ -75,7 +75,10 @@ class Endpoint:
             if self.server.failed >= self.server.in_flight:
                 raise
             raise LostRequest(str(error)) from error
-        return self.completion(body, answer.said)._replace(times=answer.times)
+        try:
+            return self.completion(body, answer.said)._replace(times=answer.times)
+        except GenerationError as error:  # others may be usable, as all were that `probe` asked for
+            raise LostRequest(str(error)) from error
 
     def completion(self, body: Mapping[str, Any], answer: Any) -> Completion:
         """Read the completion in the answer to a request.

@@ -2,12 +2,16 @@
 
 import warnings
 from collections.abc import Collection, Sequence
-from typing import cast
+from typing import Any, cast
 
-from nrl.backends.base import Chunks, Media, Sampling, length_of
-from nrl.errors import GenerationError
+import torch
 
-__all__ = ["check_prompts", "truncates", "warn_of_truncation"]
+from nrl.backends.base import Chunks, Completion, Media, Sampling, length_of
+from nrl.errors import GenerationError, LostRequest
+
+__all__ = ["check_completion", "check_prompts", "truncates", "warn_of_truncation"]
+
+_ABOVE = 0.01  # nats, above 0: what rounding may add to a log-probability
 
 
 def check_prompts(
@@ -70,6 +74,43 @@ def check_prompts(
                 f"decode: the stop token {token} is outside of the model's vocabulary of {vocabulary}; "
                 "give ids of the model's own tokenizer"
             )
+
+
+def check_completion(completion: Any) -> None:
+    """Check that the answer of a sampler can be trained on: ids, and for each a finite log-probability.
+
+    Raises:
+        LostRequest: it cannot; in a rollout its row is not valid.
+
+    >>> check_completion(Completion(torch.tensor([7]), torch.tensor([-0.5]), truncated=False, version=1))
+    """
+    if not isinstance(completion, Completion):
+        raise LostRequest(f"generate: the sampler's answer is {completion!r:.80}; give a Completion for each prompt")
+    ids, logprobs, versions = completion.token_ids, completion.logprobs, completion.versions
+    for name, column in (("token_ids", ids), ("logprobs", logprobs), ("versions", versions)):
+        if column is None and name == "versions":
+            continue
+        if not isinstance(column, torch.Tensor) or column.ndim != 1 or len(column) != len(ids):
+            found = f"shape {list(column.shape)}" if isinstance(column, torch.Tensor) else f"a {type(column).__name__}"
+            raise LostRequest(
+                f"generate: the sampler's answer has {found} as its {name}; give a tensor with an entry for each "
+                "sampled token"
+            )
+        if column.is_floating_point() != (name == "logprobs") or column.dtype in (torch.bool, torch.complex64):
+            raise LostRequest(
+                f"generate: the sampler's answer has {name} of {column.dtype}; give int64 for ids and versions, and "
+                "float32 for log-probabilities"
+            )
+    if not len(ids):
+        return
+    if int(ids.min()) < 0:
+        raise LostRequest(f"generate: the sampler's answer has the token id {int(ids.min())}; ids begin at 0")
+    if not bool((logprobs.isfinite() & (logprobs < _ABOVE)).all()):
+        wrong = logprobs[~(logprobs.isfinite() & (logprobs < _ABOVE))][0].item()
+        raise LostRequest(
+            f"generate: the sampler's answer has {wrong:g} as a log-probability; give finite numbers up to 0, and look "
+            "for weights that are not finite"
+        )
 
 
 def truncates(sampling: Sampling, vocabulary: int) -> bool:

@@ -19,11 +19,10 @@ from nrl.envs.contract import (
     Verifier,
     asynchronous,
     judges_group,
-    score_of,
     settled,
 )
+from nrl.envs.return_values import score_of, verdicts_of
 from nrl.envs.user_code.errors import Failed
-from nrl.errors import EnvError
 
 __all__ = ["LEFT_OUT", "Call", "Outcome", "forgetting", "metered", "reward_of", "verdict"]
 
@@ -116,18 +115,12 @@ async def verdict(
     began = time.perf_counter()
     try:
         found = await call(metered(verifier, meter), task, [*others, trace] if of_group else trace)
-        reward, status = reward_of(_last(found, len(others) + 1) if of_group else found)
+        reward, status = reward_of(verdicts_of(found, len(others) + 1)[-1] if of_group else found)
     except Failed as error:
         return Outcome(None, "error", time.perf_counter() - began, 0, str(error))
     except Exception as error:  # of a value that is no verdict
         return Outcome(None, "error", meter.seconds, meter.memory, f"{type(error).__name__}: {error}")
     return Outcome(reward, status, meter.seconds, meter.memory)
-
-
-def _last(found: Any, size: int) -> Any:
-    if not isinstance(found, Sequence) or isinstance(found, str) or len(found) != size:
-        raise EnvError(f"the verdict on a group of {size} is {found!r:.200}; return a list of one verdict for each")
-    return found[-1]
 
 
 def reward_of(found: Any) -> tuple[float | None, str]:
@@ -139,17 +132,7 @@ def reward_of(found: Any) -> tuple[float | None, str]:
     >>> reward_of({"right": 1.0, "brief": 0.5}), reward_of(Score(status="skipped"))
     ((1.5, 'ok'), (None, 'skipped'))
     """
-    try:
-        score: Score = score_of(found)
-        if score.status in LEFT_OUT:
-            return None, score.status
-        several = score.reward if hasattr(score.reward, "__len__") else [score.reward]
-        reward = math.fsum(map(float, several))
-    except (TypeError, ValueError) as error:
-        raise EnvError(
-            f"the verdict is {found!r:.200}, of which no reward can be made; return a number, several numbers, "
-            "components by name, or a Score"
-        ) from error
-    if not math.isfinite(reward):
-        raise EnvError(f"the reward is {reward}; give a finite number")
-    return reward, score.status
+    score: Score = score_of(found)
+    if score.status in LEFT_OUT:
+        return None, score.status
+    return math.fsum(score.reward) if isinstance(score.reward, tuple) else score.reward, score.status

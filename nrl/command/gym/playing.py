@@ -12,10 +12,11 @@ from nrl.command.gym.golds import accepted
 from nrl.command.gym.records import LUCKY, Tried, shortened
 from nrl.command.gym.usage import Growth, Meter, growth
 from nrl.envs.contract import Env, Step, Task, Trace, Turn, judges_group, text_of
+from nrl.envs.return_values import is_reset, read_observation, read_prompt, read_reset, read_step, verdicts_of
 from nrl.envs.tools import MalformedCall, Tool, ToolCall
 from nrl.envs.user_code.calls import Caller, calling
 from nrl.envs.user_code.errors import Failed
-from nrl.episodes.conversations import is_prompt
+from nrl.errors import EnvError
 
 __all__ = ["POLICIES", "Played", "tried"]
 
@@ -238,19 +239,15 @@ async def _reset(session: _Session, env: Env, call: Caller, meter: Meter) -> Non
     found = await _made(session, env.reset, call, meter, session.task)
     if session.error is not None:
         return
-    if not isinstance(found, tuple) or len(found) not in (2, 3):
-        session.error = f"EnvError: reset returned a {type(found).__name__}; return (state, prompt), or with tools"
+    if is_reset(found):
+        session.state, session.begun = found[0], True
+    try:
+        _, prompt, *tools = read_reset(found)
+        session.prompt = read_prompt(prompt)
+    except EnvError as error:
+        session.error = f"EnvError: {error}"
         return
-    session.state, session.begun = found[0], True
-    _, prompt, *tools = found
-    if not is_prompt(prompt):
-        session.error = (
-            f"EnvError: reset returned a {type(prompt).__name__} as the prompt; give text, messages or token ids"
-        )
-    elif not all(isinstance(some, Sequence) and all(isinstance(each, Tool) for each in some) for some in tools):
-        session.error = "EnvError: reset returned tools that are none; give a list of what nrl.envs.tools.tool makes"
-    else:
-        session.prompt, session.seen, session.tools = prompt, text_of(prompt), tools[0] if tools else ()
+    session.seen, session.tools = text_of(session.prompt), tools[0] if tools else ()
 
 
 async def _step(session: _Session, env: Env, turn: Turn, call: Caller, meter: Meter) -> None:
@@ -258,10 +255,16 @@ async def _step(session: _Session, env: Env, turn: Turn, call: Caller, meter: Me
     taken = await _made(session, env.step, call, meter, session.state, turn)
     if session.error is not None:
         return
-    if not isinstance(taken, Step):
-        session.error = f"EnvError: step returned a {type(taken).__name__}; return a Step(state, reward, ...)"
+    if isinstance(taken, Step):
+        session.state = taken.state
+    try:
+        taken = read_step(taken)
+        if not taken.done:
+            read_observation(taken.observation)
+    except EnvError as error:
+        session.error = f"EnvError: {error}"
         return
-    session.state, session.done = taken.state, taken.done
+    session.done = taken.done
     session.seen = text_of(taken.observation)
     session.observations.append(taken.observation)
     _earn(session, taken.reward)
@@ -275,7 +278,7 @@ async def _end(session: _Session, env: Env, call: Caller, meter: Meter, *, judge
         of_group = judges_group(verifier, session.task)
         found = await _made(session, verifier, call, meter, session.task, [trace] if of_group else trace)
         if session.error is None:
-            _earn(session, found[0] if of_group else found)
+            _earn(session, found, of_group)
     if not session.begun or getattr(env, "close", None) is None:
         return
     try:
@@ -284,9 +287,9 @@ async def _end(session: _Session, env: Env, call: Caller, meter: Meter, *, judge
         session.found.append(("close", str(error)))
 
 
-def _earn(session: _Session, verdict: Any) -> None:
+def _earn(session: _Session, verdict: Any, of_group: bool = False) -> None:
     try:
-        reward, status = reward_of(verdict)
+        reward, status = reward_of(verdicts_of(verdict, 1)[0] if of_group else verdict)
     except Exception as error:
         session.error = f"{type(error).__name__}: {error}"
         return

@@ -1,13 +1,16 @@
 """What a server of an environment and its clients say to each other: records, as JSON."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from fractions import Fraction
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
-from nrl.envs.contract import Score, Trace, Turn, Verdict, score_of
+from nrl.envs.contract import Score, Trace, Turn, Verdict
 from nrl.envs.gym.values import sendable, value_of
+from nrl.envs.return_values import check_status
 from nrl.envs.tools import MalformedCall, Tool, ToolCall
 
 __all__ = [
@@ -378,10 +381,21 @@ def judged(verdict: Verdict) -> Judged:
     (Score(reward=1.0, status='parse_fail', components={}), {'a': 1.0})
     """
     if not isinstance(verdict, Score):
-        return Judged(sendable(verdict, "the verdict"))
-    score_of(verdict)  # whose status may be none
-    components = sendable(dict(verdict.components), "the score's components")
-    return Judged(sendable(verdict.reward, "the score's reward"), verdict.status, components)
+        return Judged(sendable(_floats(verdict), "the verdict"))
+    check_status(verdict)
+    components = sendable(dict(_floats(verdict.components)), "the score's components")
+    return Judged(sendable(_floats(verdict.reward), "the score's reward"), verdict.status, components)
+
+
+def _floats(verdict: Any) -> Any:
+    """A verdict whose fractions and decimals, which JSON does not have, are floats."""
+    if isinstance(verdict, Fraction | Decimal):
+        return float(verdict)
+    if isinstance(verdict, Mapping):
+        return {name: _floats(value) for name, value in verdict.items()}
+    if type(verdict) in (list, tuple):
+        return type(verdict)(map(_floats, verdict))
+    return verdict
 
 
 def verdict_of(given: Judged) -> Verdict:

@@ -236,7 +236,7 @@ class _Client:
         asked = _encode(records.Reset(session, sendable(dict(task), "the task")))
         try:
             url, found = await self._answer(asyncio.wrap_future(places.run(_begin(places, session, asked, tried))))
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, Exception):  # there may be a state, such as where the prompt was refused
             places.run(places.give_up(session, tried))
             raise
         _, begun = self._read(url, found, _begun)

@@ -3,7 +3,7 @@
 import asyncio
 import contextvars
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import attrs
@@ -14,6 +14,7 @@ from nrl.envs.contract import TIMEOUT, is_env, judges_group, timeout_of
 from nrl.envs.gym import records
 from nrl.envs.gym.once import Act, Refused, answered, failed, once, users
 from nrl.envs.gym.values import sendable
+from nrl.envs.return_values import is_reset, read_observation, read_prompt, read_reset, read_step, verdicts_of
 from nrl.envs.user_code.calls import Caller, Calls
 from nrl.envs.user_code.errors import Failed
 from nrl.errors import ExecutableError
@@ -115,15 +116,11 @@ class Service:
         return await answered(act)
 
     async def _reset(self, session: _Session, task: Any) -> bytes:
-        found = await self._made(session.caller.reset(self.f.reset, task))
-        if not (isinstance(found, tuple) and len(found) in (2, 3)):
-            raise failed(
-                f"the environment's reset returned {type(found).__name__}; return (state, prompt), or (state, prompt, "
-                "tools)"
-            )
-        session.state = found[:1]
-        prompt = users(sendable, found[1], "the prompt")
-        return _encode(records.Begun(prompt, records.shown_tools(found[2]) if len(found) == 3 else None))
+        value = await self._made(session.caller.reset(self.f.reset, task))
+        session.state = value[:1] if is_reset(value) else ()
+        _, prompt, *tools = users(read_reset, value)
+        sent = users(sendable, users(read_prompt, prompt), "the prompt")
+        return _encode(records.Begun(sent, records.shown_tools(tools[0]) if tools else None))
 
     async def step(self, asked: records.Step) -> bytes:
         """Take a turn."""
@@ -155,14 +152,14 @@ class Service:
         return await answered(act)
 
     async def _step(self, session: _Session, action: str | records.Action) -> bytes:
-        taken = await self._made(session.caller(self.f.step, *session.state, records.turn_of(action)))
-        if not isinstance(taken, contract.Step):
-            raise failed(f"the environment's step returned {type(taken).__name__}; return a Step(state, reward, ...)")
-        session.state = (taken.state,)
+        value = await self._made(session.caller(self.f.step, *session.state, records.turn_of(action)))
+        session.state = (value.state,) if isinstance(value, contract.Step) else session.state
+        taken = users(read_step, value)
         verdict = users(records.judged, taken.reward)
-        observation = users(sendable, taken.observation, "the observation")
-        info = users(lambda: sendable(dict(taken.info), "the step's info"))
-        answer = _encode(records.Stepped(verdict, bool(taken.done), observation, info))
+        seen = taken.observation if taken.done else users(read_observation, taken.observation)
+        observation = users(sendable, seen, "the observation")
+        info = users(sendable, taken.info, "the step's info")
+        answer = _encode(records.Stepped(verdict, taken.done, observation, info))
         session.turns += 1
         return answer
 
@@ -306,7 +303,8 @@ class Service:
         assert asked.traces is not None
         traces = [records.trace_of(each) for each in asked.traces]
         verdicts = await self._made(self._caller(task)(self.verifier, task, traces))
-        return _encode(records.Said(verdicts=users(lambda: [records.judged(each) for each in verdicts])))
+        read = users(verdicts_of, verdicts, len(traces))
+        return _encode(records.Said(verdicts=users(lambda: [records.judged(each) for each in read])))
 
     async def group(self, asked: records.Grouping) -> bytes:
         """Whether the answers to a task are judged together."""
@@ -321,6 +319,8 @@ class Service:
             raise Refused(404, "unknown", f"task: {self.name} brings no tasks")
         self._check_room()
         found = await self._made(self._call(tasks, asked.seed, asked.index))
+        if not isinstance(found, Mapping):
+            raise failed(f"{self.name}'s tasks returned a {type(found).__name__}; return a mapping with a 'prompt'")
         return _encode(records.TaskFound(users(lambda: sendable(dict(found), "the task"))))
 
     async def extract(self, asked: records.Extracting) -> bytes:

@@ -23,7 +23,7 @@ def sendable(value: Any, who: str) -> Any:
     Arrays and tensors become lists, scalars of theirs numbers.
 
     Args:
-        value: of None, bool, int, float, str, bytes, list, tuple, mappings, and what has a ``tolist``.
+        value: of None, bool, int, float, str, bytes and its kin, list, tuple, mappings, and what has a ``tolist``.
         who: has it, for the message.
 
     Raises:
@@ -62,7 +62,7 @@ def _sendable(value: Any) -> Any:
         return _list(value)
     if kind is tuple:
         return _tagged("tuple", _list(value))
-    if kind is bytes:
+    if isinstance(value, bytes | bytearray | memoryview):  # whose own `tolist` would make numbers of it
         return _tagged("bytes", base64.b64encode(value).decode())
     if isinstance(value, Mapping):
         return _mapping(dict(value))

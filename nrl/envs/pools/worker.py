@@ -18,7 +18,10 @@ from typing import Any
 
 import attrs
 
+from nrl.envs.contract import Step
 from nrl.envs.pools.frames import framed, unframed
+from nrl.envs.return_values import is_reset, read_observation, read_prompt, read_reset, read_step
+from nrl.errors import EnvError
 from nrl.runtime.ray.exceptions import Raised, carried
 from nrl.runtime.ray.pickling import deserialized, serialized
 
@@ -94,16 +97,26 @@ class Sessions:
         importlib.import_module("nrl.runtime.ray.tensors")
 
     def _reset(self, task: Any) -> Any:
-        state, prompt, *tools = self._call(self._fn.reset, task)
+        value = self._call(self._fn.reset, task)
         number = next(self._numbers)
-        self._states[number] = state
-        # The model needs their schemas; they are called here
-        return number, prompt, *([attrs.evolve(each, fn=None, parameters={}) for each in some] for some in tools)
+        if is_reset(value):
+            self._states[number] = value[0]
+        try:
+            _, prompt, *tools = read_reset(value)
+            # The model needs their schemas; they are called here
+            shown = [[attrs.evolve(tool, fn=None, parameters={}) for tool in some] for some in tools]
+            return number, read_prompt(prompt), *shown
+        except EnvError:
+            if number in self._states:  # nobody learns its number
+                self._close(number)
+            raise
 
     def _step(self, number: int, turn: Any) -> Any:
-        taken = self._call(self._fn.step, self._states[number], turn)
-        self._states[number] = taken.state
-        return taken._replace(state=None)
+        value = self._call(self._fn.step, self._states[number], turn)
+        if isinstance(value, Step):
+            self._states[number] = value.state
+        taken = read_step(value)._replace(state=None)
+        return taken if taken.done else taken._replace(observation=read_observation(taken.observation))
 
     def _close(self, number: int) -> None:
         state = self._states.pop(number)

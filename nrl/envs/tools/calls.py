@@ -318,8 +318,13 @@ def _text(name: str, value: Any) -> str:
         return value
     from pydantic_core import to_jsonable_python
 
+    def jsonable(part: Any) -> Any:
+        if isinstance(part, bytes | bytearray | memoryview) or inspect.isgenerator(part) or inspect.isawaitable(part):
+            raise TypeError(f"it has a {type(part).__name__}")
+        return to_jsonable_python(part)
+
     try:
-        return json.dumps(value, ensure_ascii=False, default=to_jsonable_python)
+        return json.dumps(value, ensure_ascii=False, default=jsonable, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise EnvError(
             f"call: {name} returned {reprlib.repr(value)}, of which no JSON can be made ({error}); return text, or "

@@ -25,6 +25,7 @@ from typing import Any
 from nrl.envs.contract import Env, Task, asynchronous, timeout_of
 from nrl.envs.user_code.errors import Failed, stack_text
 from nrl.envs.user_code.threads import NAME, LoopThread, UserCall, give_up
+from nrl.log import error_text
 from nrl.log.waits import SILENCE
 from nrl.runtime.threads import Daemons
 
@@ -81,12 +82,43 @@ class Caller:
 
 @contextmanager
 def calling(env: Env) -> Iterator[Callable[[Task], Caller]]:
-    """Make callers of an environment's functions, one a task."""
+    """Make callers of an environment's functions, one a task.
+
+    Where the environment's own function of timeouts fails for a task, so does each call for it.
+    """
     calls = Calls()
+
+    def caller(task: Task) -> Caller:
+        try:
+            return Caller(calls, env, timeout_of(env, task))
+        except Exception as error:
+            if not callable(getattr(env, "timeout", None)):
+                raise
+            return _Broken(calls, env, Failed(f"{error_text(error)} (from the environment's timeout)"))
+
     try:
-        yield lambda task: Caller(calls, env, timeout_of(env, task))
+        yield caller
     finally:
         calls.close()
+
+
+class _Broken(Caller):
+    """A caller for a task that has no timeout: each call raises why."""
+
+    def __init__(self, calls: "Calls", env: Env, error: Failed) -> None:
+        super().__init__(calls, env, None)
+        self._error = error
+
+    async def _raised(self) -> Any:
+        raise self._error
+
+    def __call__(self, fn: Callable[..., Any], *args: Any) -> Awaitable[Any]:
+        """Raise the error."""
+        return self._raised()
+
+    def reset(self, fn: Callable[..., Any], task: Task) -> Awaitable[Any]:
+        """Raise the error."""
+        return self._raised()
 
 
 class Calls:
