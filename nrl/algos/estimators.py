@@ -17,6 +17,7 @@ from nrl.algos.kl_rewards import sampled_logprobs
 from nrl.algos.loss_contract import name_of
 from nrl.algos.masking import masked
 from nrl.algos.returns import discounted_returns, gae, whiten
+from nrl.arguments import checked
 from nrl.batch import Batch, assign, require, unchanged
 from nrl.errors import BatchError
 
@@ -91,6 +92,7 @@ def from_rewards(fn: GroupFunction) -> Estimator:
 _NORMALIZED = from_rewards(group_normalize)
 
 
+@checked("advantages")
 def advantages(batch: Batch, estimator: Estimator = _NORMALIZED) -> Batch:
     """Add the column ``advantages``; by default GRPO's, ``from_rewards(group_normalize)``.
 

@@ -8,6 +8,7 @@ completes a prompt, and its log-probabilities are compared with the trainer's.
 
 from typing import cast
 
+from nrl.arguments import checked
 from nrl.backends.samplers import Inflight, Probed, Sampler, capabilities
 from nrl.backends.sampling.weights import Weights
 from nrl.backends.training.states import Params
@@ -19,6 +20,7 @@ __all__ = ["publish"]
 
 
 @timeline.span("publish")
+@checked("publish")
 def publish(params: Params, sampler: Sampler, inflight: Inflight = "wait") -> int:
     """Move weights into a sampler, which from then on stamps their version on what it samples.
 

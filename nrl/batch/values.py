@@ -14,12 +14,13 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from nrl.arguments import check_argument, register_kind
 from nrl.batch.columns import COLUMNS, Column, kind_of
 from nrl.batch.handles import handle_of
 from nrl.batch.ragged import is_ragged, memory_of
 from nrl.errors import ColumnError, MissingColumn, MutatedBatch
 
-__all__ = ["Batch", "assign", "lengths", "remembered", "require", "unchanged"]
+__all__ = ["Batch", "assign", "check_batch", "lengths", "remembered", "require", "unchanged"]
 
 _ANSWERS: Any = WeakTensorKeyDictionary()  # of `remembered`
 
@@ -30,6 +31,32 @@ Batch = TensorDict
 >>> batch["input_ids"].shape
 torch.Size([1, 2])
 """
+
+
+def _instead_of_batch(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "give a batch: nrl.Batch(columns, batch_size=[rows]), with a tensor for each column"
+    if isinstance(value, list | tuple) and value and all(isinstance(each, TensorDict) for each in value):
+        return "give one batch: nrl.concatenate(batches)"
+    return "give a batch, such as nrl.data.supervised(rows, tokenizer) or nrl.rollout(...) makes one"
+
+
+register_kind(TensorDict, _instead_of_batch)
+
+
+def check_batch(caller: str, batch: Any) -> None:
+    """Check that an argument ``batch`` is one.
+
+    Raises:
+        ArgumentError: it is not.
+
+    >>> check_batch("assign", {"rewards": torch.ones(2)})
+    Traceback (most recent call last):
+    nrl.errors.ArgumentError: assign: batch is a dict; give a batch: nrl.Batch(columns, batch_size=[rows]), with a \
+tensor for each column
+    """
+    if not isinstance(batch, TensorDict):
+        check_argument(caller, "batch", batch, TensorDict)
 
 
 def assign(batch: TensorDict, **columns: Any) -> Batch:
@@ -53,6 +80,7 @@ def assign(batch: TensorDict, **columns: Any) -> Batch:
     >>> sorted(assign(batch, rewards=torch.tensor([1.0])).keys())
     ['input_ids', 'rewards']
     """
+    check_batch("assign", batch)
     values = {name: _constant(name, _here(name, value)) for name, value in columns.items()}
     width = _width({**dict(batch.items()), **values}, batch.ndim)
     for name, value in values.items():

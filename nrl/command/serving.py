@@ -13,6 +13,7 @@ from typing import Any, Literal
 import attrs
 import uvloop
 
+from nrl.arguments import checked
 from nrl.backends import Model, Sampling
 from nrl.command.evaluation import exported, sampler_of
 from nrl.envs.endpoint.application import application
@@ -27,6 +28,7 @@ _GRACE = 10.0  # seconds for what is under way when it stops
 _positive = attrs.validators.ge(1)
 
 
+@checked("serve")
 @attrs.frozen
 class Serving:
     """Serve a model over HTTP, as OpenAI's Chat Completions and Responses, until Ctrl-C."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from nrl.arguments import checked
 from nrl.batch import Batch, assign
 from nrl.data.checks import check_messages, fields, kind
 from nrl.data.rendering import answered
@@ -16,6 +17,7 @@ from nrl.errors import DataError, ModelError
 __all__ = ["labelled", "preferences", "shared", "sides", "supervised"]
 
 
+@checked("supervised")
 def supervised(
     rows: Iterable[Task], tokenizer: Any, *, max_tokens: int | None = None, response: str = "response"
 ) -> Batch:
@@ -81,6 +83,7 @@ def _answer(value: Any, what: str) -> str | Sequence[Message]:
     return value
 
 
+@checked("preferences")
 def preferences(rows: Iterable[Task], tokenizer: Any, *, max_tokens: int | None = None) -> Batch:
     """A batch of pairs, the chosen response first, for `nrl.algos.preference_loss`.
 
@@ -120,6 +123,7 @@ def preferences(rows: Iterable[Task], tokenizer: Any, *, max_tokens: int | None 
     return assign(Batch({}, batch_size=[pairs, 2]), **columns)
 
 
+@checked("labelled")
 def labelled(rows: Iterable[Task], tokenizer: Any, *, max_tokens: int | None = None) -> Batch:
     """A batch of single answers, each good or bad, for `nrl.algos.kto_loss`.
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from nrl.arguments import checked
 from nrl.batch import Batch
 from nrl.data.checks import exists, shown
 from nrl.data.formats import Format
@@ -54,6 +55,7 @@ class Tasks(NamedTuple):
     dropped: Mapping[str, int]
 
 
+@checked("data.tasks")
 def tasks(
     source: str | Path | Sequence[Task] | Callable[[int, int], Task],
     *,

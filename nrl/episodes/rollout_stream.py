@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 
 from attrs import evolve
 
+from nrl.arguments import checked
 from nrl.backends.base import Sampling
 from nrl.backends.samplers import Sampler, capabilities
 from nrl.batch import Batch
@@ -22,6 +23,7 @@ from nrl.stream import Source, Stream, prefetch, whole
 __all__ = ["end_all", "rollouts"]
 
 
+@checked("rollouts")
 def rollouts(
     sampler: Sampler,
     env: Env,

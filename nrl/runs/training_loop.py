@@ -3,6 +3,7 @@
 from typing import Any
 
 from nrl.algos import Loss
+from nrl.arguments import checked
 from nrl.backends import Trainer, TrainState, TrainStep
 from nrl.batch import Batch, assign, minibatches
 from nrl.errors import ConfigError
@@ -14,6 +15,7 @@ from nrl.stream import Stream
 __all__ = ["fit", "minibatched"]
 
 
+@checked("fit")
 def fit(run: Run, name: str, trainer: Trainer, loss: Loss, stream: Stream[Batch], steps: int) -> TrainState:
     """Train on the batches of a stream, as a loop of a run: restored, logged and saved.
 
@@ -53,6 +55,7 @@ def fit(run: Run, name: str, trainer: Trainer, loss: Loss, stream: Stream[Batch]
     return state
 
 
+@checked("minibatched")
 def minibatched(step: TrainStep, n: int, seed: int = 0) -> TrainStep:
     """Make a train step take ``n`` optimizer steps on a batch, each on a part of its rows.
 

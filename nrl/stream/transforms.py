@@ -8,6 +8,7 @@ from torch import Tensor
 
 from nrl.algos._rows import check_finite, valid_rows
 from nrl.algos.loss_contract import name_of
+from nrl.arguments import checked
 from nrl.batch import Batch, assign, concatenate, require
 from nrl.batch.columns import DROPPED_TOKENS
 from nrl.errors import DataError
@@ -28,6 +29,7 @@ class Versioned(Protocol):
 _concatenate = cast(Callable[[Sequence[Any]], Batch], concatenate)
 
 
+@checked("batched")
 def batched[T](stream: Stream[T], n: int, collate: Callable[[Sequence[T]], Batch] = _concatenate) -> Source[Batch]:
     """Batches of ``n`` items; they are asked for at once, so that a sampler decodes them together.
 
@@ -52,6 +54,7 @@ def batched[T](stream: Stream[T], n: int, collate: Callable[[Sequence[T]], Batch
     return derived(stream, take)
 
 
+@checked("drop_uniform")
 def drop_uniform(stream: Stream[Batch], patience: int = 32) -> Source[Batch]:
     """Drop the groups whose rewards are all equal, which teach nothing, and ask for others in their place.
 
@@ -95,6 +98,7 @@ def drop_uniform(stream: Stream[Batch], patience: int = 32) -> Source[Batch]:
     return _filtered("drop_uniform", "uniform", stream, teaches, patience, complain)
 
 
+@checked("filtered")
 def filtered(stream: Stream[Batch], keep: Callable[[Batch], bool], patience: int = 32) -> Source[Batch]:
     """Keep the groups or batches that a predicate accepts, and ask for others in place of the rest.
 
@@ -127,6 +131,7 @@ def filtered(stream: Stream[Batch], keep: Callable[[Batch], bool], patience: int
     return _filtered("filtered", "filtered", stream, keep, patience, complain)
 
 
+@checked("fresh")
 def fresh(stream: Stream[Batch], lag: int, sampler: Versioned, patience: int = 32) -> Source[Batch]:
     """Drop groups or batches with a row older than ``lag`` versions, and ask for others in their place.
 

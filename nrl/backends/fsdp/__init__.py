@@ -4,6 +4,7 @@ import itertools
 from functools import partial
 from typing import Any, Literal
 
+from nrl.arguments import checked
 from nrl.backends.base import Model
 from nrl.backends.engines import TrainEngine
 from nrl.backends.training.optimizers import Optimizer
@@ -19,6 +20,7 @@ __all__ = ["trainer"]
 _NUMBERS = itertools.count(1)  # so that errors can tell trainers apart
 
 
+@checked("fsdp.trainer")
 def trainer(
     place: Slots | Mesh,
     model: Model,

@@ -8,6 +8,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any, Literal
 
+from nrl.arguments import checked
 from nrl.backends.base import Model
 from nrl.backends.engines import TrainEngine
 from nrl.backends.training.optimizers import Optimizer
@@ -22,6 +23,7 @@ __all__ = ["trainer"]
 _NUMBERS = itertools.count(1)  # so that errors can tell trainers apart
 
 
+@checked("megatron.trainer")
 def trainer(
     place: Slots | Mesh,
     model: Model,

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import attrs
 
+from nrl.arguments import checked
 from nrl.backends.base import Bucket, Chunks, Completion, Model, Sampling
 from nrl.backends.models.loading import end_tokens, load_config, load_tokenizer
 from nrl.backends.openai.client import connected
@@ -26,6 +27,7 @@ __all__ = ["EndpointSampler", "sampler"]
 _WHO = "openai.sampler"
 
 
+@checked("openai.sampler")
 def sampler(
     url: str | Sequence[str],
     model: Model,

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import attrs
 
+from nrl.arguments import Unbounded, checked, register_kind
 from nrl.backends.training.rates import Schedule, fraction
 
 __all__ = [
@@ -23,6 +24,7 @@ _ge, _gt, _lt = attrs.validators.ge, attrs.validators.gt, attrs.validators.lt
 _fraction = attrs.validators.and_(_ge(0), _lt(1))
 
 
+@checked("Group")
 @attrs.frozen
 class Group:
     """What is particular to some weights; where several groups fit a weight, the first one counts.
@@ -46,6 +48,7 @@ class Group:
     muon: bool = True
 
 
+@checked("Optimizer")
 @attrs.frozen
 class Optimizer:
     """An optimizer as data; made by `adamw`, `sgd`, `muon` and `own`, which say what the fields mean.
@@ -63,7 +66,7 @@ class Optimizer:
     betas: tuple[float, float] = attrs.field(default=(0.9, 0.999), validator=attrs.validators.deep_iterable(_fraction))
     eps: float = attrs.field(default=1e-8, validator=_gt(0))
     weight_decay: float = attrs.field(default=0.0, validator=_ge(0))
-    clip: float = attrs.field(default=1.0, validator=_gt(0))
+    clip: Unbounded = attrs.field(default=1.0, validator=_gt(0))
     schedule: Schedule | Callable[[int], float] = Schedule()
     kind: Literal["adamw", "sgd", "muon", "own"] = attrs.field(
         default="adamw", validator=attrs.validators.in_(["adamw", "sgd", "muon", "own"])
@@ -110,6 +113,24 @@ class Optimizer:
                 raise ValueError(f"Optimizer: {group} keeps Muon away; found '{self.kind}', which has none")
 
 
+def _instead_of_optimizer(value: Any) -> str:
+    name = value.__name__ if isinstance(value, type) else type(value).__name__
+    if value in (adamw, sgd, muon, own):
+        return f"call it: {value.__name__}(lr=1e-6)"
+    if callable(getattr(value, "func", None)):
+        return "give adamw(lr=1e-6), or nrl.backends.own(make, lr=1e-6) for an optimizer of torch that make builds"
+    if hasattr(value, "zero_grad") or hasattr(value, "step"):
+        return (
+            "give adamw(lr=1e-6), as data: each process makes its own from the weights that it holds. For another one "
+            f"of torch give nrl.backends.own(torch.optim.{name}, lr=1e-6)"
+        )
+    return f"give adamw(lr={value!r})" if isinstance(value, float) else "give adamw(lr=1e-6), or sgd, muon or own"
+
+
+register_kind(Optimizer, _instead_of_optimizer)
+
+
+@checked("adamw")
 def adamw(
     lr: float,
     *,
@@ -117,7 +138,7 @@ def adamw(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     moments: Literal["float32", "bfloat16"] = "float32",
-    clip: float = 1.0,
+    clip: Unbounded = 1.0,
     schedule: Schedule | Callable[[int], float] | None = None,
     groups: Iterable[Group] = (),
 ) -> Optimizer:
@@ -146,13 +167,14 @@ def adamw(
     return Optimizer(lr, betas, eps, weight_decay, clip, schedule or Schedule(), moments=kept, groups=tuple(groups))
 
 
+@checked("sgd")
 def sgd(
     lr: float,
     *,
     momentum: float = 0.0,
     nesterov: bool = False,
     weight_decay: float = 0.0,
-    clip: float = 1.0,
+    clip: Unbounded = 1.0,
     schedule: Schedule | Callable[[int], float] | None = None,
     groups: Iterable[Group] = (),
 ) -> Optimizer:
@@ -185,6 +207,7 @@ def sgd(
     )
 
 
+@checked("muon")
 def muon(
     lr: float,
     *,
@@ -195,7 +218,7 @@ def muon(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
-    clip: float = 1.0,
+    clip: Unbounded = 1.0,
     schedule: Schedule | Callable[[int], float] | None = None,
     groups: Iterable[Group] = (),
 ) -> Optimizer:
@@ -228,7 +251,7 @@ def muon(
     """
     return Optimizer(
         lr,
-        betas,
+        tuple(betas),
         eps,
         weight_decay,
         clip,
@@ -242,11 +265,12 @@ def muon(
     )
 
 
+@checked("own")
 def own(
     make: Callable[[Any], Any],
     *,
     lr: float,
-    clip: float = 1.0,
+    clip: Unbounded = 1.0,
     schedule: Schedule | Callable[[int], float] | None = None,
     groups: Iterable[Group] = (),
 ) -> Optimizer:

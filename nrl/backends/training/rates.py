@@ -5,6 +5,8 @@ from typing import Any, Literal
 
 import attrs
 
+from nrl.arguments import checked
+
 __all__ = ["Schedule", "fraction"]
 
 _ge = attrs.validators.ge
@@ -18,6 +20,7 @@ def _steps_or_share(_: object, field: "attrs.Attribute[Any]", value: float) -> N
         )
 
 
+@checked("Schedule")
 @attrs.frozen
 class Schedule:
     """A schedule of the learning rate: linear warm-up, then constant, or a decay to ``floor``.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nrl.algos import Loss, name_of, needed
+from nrl.arguments import check_argument
 from nrl.backends.base import Bucket, Model
 from nrl.backends.base import top_k as top_k_named
 from nrl.backends.engines import TrainEngine
@@ -37,6 +38,7 @@ from nrl.backends.training.terms import LOGPROBS, global_weights
 from nrl.backends.training.writers import all_written
 from nrl.batch import Batch, deal, microbatches, restore
 from nrl.batch.handles import stand_ins, without_handles
+from nrl.batch.values import check_batch
 from nrl.errors import CheckpointError
 from nrl.files import (
     MANIFEST,
@@ -224,6 +226,7 @@ class Trainer:
         >>> {name: list(future.result().shape) for name, future in found.items()}
         {'entropy': [1, 6], 'logprobs': [1, 6]}
         """
+        check_batch(who, batch)
         check_needs(who, needs, self.provides, self.name)
         values = self._borrow(params, who)
         params.check_whole(who)
@@ -255,6 +258,7 @@ class Trainer:
             Futures of ``teacher_ids`` ``[*B, T, k]`` int64, and of ``teacher_topk_logprobs``, nats, under the row's
             ``temperature``.
         """
+        check_argument("top_k", "k", k, int)
         found = self.forward(params, batch, [top_k_named(k)], who="top_k")
         return {"teacher_ids": found["top_k_ids"], "teacher_topk_logprobs": found["top_k_logprobs"]}
 
@@ -272,6 +276,7 @@ class Trainer:
         Columns are added as by `nrl.assign`, but those that other processes compute become handles, heavy or not: their
         numbers go from there to the trainer's processes, and not through the program.
         """
+        check_argument("train_step", "loss", loss, Loss)
         who = f"train_step({name_of(loss)})"
         check_needs(who, needed(loss), self.provides, self.name)
         always = self.provides & LOGPROBS
@@ -281,10 +286,10 @@ class Trainer:
             state: TrainState, batch: Batch, **columns: Tensor | Future[Tensor]
         ) -> tuple[TrainState, Future[Metrics]]:
             nonlocal checked, told
+            check_argument(who, "state", state, TrainState)
+            check_batch(who, batch)
             batch = with_shares(with_columns(batch, columns))
             here, whole = without_handles(batch), stand_ins(batch)
-            if not isinstance(state, TrainState):
-                raise TypeError(f"{who}: expected a train state (trainer.init()), found {type(state).__name__}")
             values, params = state.handle.borrow(self, who), state.params
             check_sampled(who, here)
             with refusing(who):
@@ -465,8 +470,7 @@ class Trainer:
 
     def _borrow(self, params: Params, who: str) -> Each:
         """What holds some params in the processes."""
-        if not isinstance(params, Params):
-            raise TypeError(f"{who}: expected params (state.params or trainer.load()), found {type(params).__name__}")
+        check_argument(who, "params", params, Params)
         return Each(params.handle.borrow(self, who))
 
     def _method_of(self, params: Params, name: str, who: str) -> tuple[Callable[..., Any], Each]:

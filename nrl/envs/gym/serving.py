@@ -14,6 +14,7 @@ from typing import Any, Self
 import attrs
 import uvloop
 
+from nrl.arguments import checked
 from nrl.envs.contract import Env, Verifier, is_env
 from nrl.envs.gym.application import Application, application
 from nrl.envs.gym.listening import Listener, listening, many_files
@@ -156,6 +157,7 @@ def _loopback(host: str) -> bool:
     return host == "localhost"
 
 
+@checked("gym serve")
 @attrs.frozen
 class Settings:
     """How a server behaves; `serve` says what each means."""
