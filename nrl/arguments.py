@@ -56,22 +56,27 @@ class _Kind(NamedTuple):
     Args:
         accepts: whether a value is of the type.
         remedy: what to give instead of a value, in the imperative.
+        words: for a value of the type, after "each".
     """
 
     accepts: Callable[[Any], bool]
     remedy: Callable[[Any], str]
+    words: str
 
 
 _KINDS: dict[Any, _Kind] = {}
 
 
-def register_kind(kind: Any, remedy: Callable[[Any], str], accepts: Callable[[Any], bool] | None = None) -> None:
+def register_kind(
+    kind: Any, remedy: Callable[[Any], str], accepts: Callable[[Any], bool] | None = None, words: str = ""
+) -> None:
     """Register what errors say to give where an annotation names a type.
 
     Args:
         kind: a class, a protocol or an alias.
         remedy: from the wrong value to what to give instead, in the imperative.
         accepts: whether a value is right; None: whether it is an instance.
+        words: for such a value; empty: the name of the class.
 
     >>> class Clock: ...
     >>> register_kind(Clock, lambda value: "give Clock()")
@@ -79,14 +84,15 @@ def register_kind(kind: Any, remedy: Callable[[Any], str], accepts: Callable[[An
     Traceback (most recent call last):
     nrl.errors.ArgumentError: wind: clock is 5; give Clock()
     """
-    _KINDS[kind] = _Kind(accepts or functools.partial(_is_instance, kind), remedy)
+    words = words or _article(getattr(kind, "__name__", str(kind)))
+    _KINDS[kind] = _Kind(accepts or functools.partial(_is_instance, kind), remedy, words)
 
 
 def _is_instance(kind: Any, value: Any) -> bool:
     return isinstance(value, kind)
 
 
-def checked[F: Callable[..., Any]](name: str) -> Callable[[F], F]:
+def checked[F: Callable[..., Any]](name: str, *, finite: bool = True) -> Callable[[F], F]:
     """Check the arguments of a function, or of a frozen record, by their names and annotations at each call.
 
     Numbers have to be finite, unless they are `Unbounded`, and true and false are no numbers. Of a record, what its
@@ -94,6 +100,7 @@ def checked[F: Callable[..., Any]](name: str) -> Callable[[F], F]:
 
     Args:
         name: of the function or record in errors.
+        finite: whether numbers are checked to be finite; False: the function itself says which are not in range.
 
     Returns:
         The decorator.
@@ -111,7 +118,7 @@ def checked[F: Callable[..., Any]](name: str) -> Callable[[F], F]:
     nrl.errors.ArgumentError: wait: seconds is '2'; give a finite number, without quotes
     >>> wait(2.0, time=3)
     Traceback (most recent call last):
-    nrl.errors.ArgumentError: wait: it has no argument 'time'; use times. It takes seconds, times
+    nrl.errors.ArgumentError: wait: it has no argument 'time'; use times; it takes seconds, times
     """
 
     def decorate(callee: F) -> F:
@@ -130,7 +137,7 @@ def checked[F: Callable[..., Any]](name: str) -> Callable[[F], F]:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             given = args[1:] if record else args
-            _check_call(name, parameters(), hints(), given, kwargs)
+            _check_call(name, parameters(), hints(), given, kwargs, finite)
             if not record:
                 return function(*args, **kwargs)
             try:
@@ -156,25 +163,29 @@ def _check_call(
     hints: Mapping[str, Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
+    finite: bool,
 ) -> None:
     kinds = {key: parameter.kind for key, parameter in parameters.items()}
     by_place = [key for key, kind in kinds.items() if kind in (_PLACE, _PLACE_ONLY)]
     variadic = {kind for kind in kinds.values() if kind in (_ARGS, _KWARGS)}
-    takes = [key for key, kind in kinds.items() if kind not in (_ARGS, _KWARGS)]
+    takes = [key for key, kind in kinds.items() if kind not in (_ARGS, _KWARGS) and key != "self"]
     unknown = [key for key in kwargs if key not in takes]
     if unknown and _KWARGS not in variadic:
         raise ArgumentError(
-            f"{name}: it has no argument '{unknown[0]}'; {_use(unknown[0], takes)}It takes {', '.join(takes)}",
+            f"{name}: it has no argument '{unknown[0]}'; {_use(unknown[0], takes)}it takes {', '.join(takes)}",
             unknown[0],
         )
     given = dict(zip(by_place, args, strict=False))
     for key, value in [*given.items(), *((key, value) for key, value in kwargs.items() if key in takes)]:
         default = parameters[key].default
-        if key in hints and value is not default:
+        infinite = isinstance(value, float) and not math.isfinite(value)
+        if key in hints and value is not default and (finite or not infinite):
             check_argument(name, key, value, hints[key])
     if len(args) > len(by_place) and _ARGS not in variadic:
-        most = f"{len(by_place)} without a name" if len(by_place) < len(takes) else str(len(by_place))
-        raise ArgumentError(f"{name}: found {len(args)} arguments, and it takes {most}: {', '.join(takes)}")
+        others = "; give the others by name" if variadic or len(by_place) < len(takes) else ""
+        raise ArgumentError(
+            f"{name}: found {len(args)} arguments, and it takes {len(by_place)}: {', '.join(by_place)}{others}"
+        )
     if twice := [key for key in given if key in kwargs]:
         raise ArgumentError(f"{name}: {twice[0]} is given twice, first as {described(given[twice[0]])}", twice[0])
     needed = [key for key in takes if parameters[key].default is inspect.Parameter.empty]
@@ -191,7 +202,7 @@ _ARGS, _KWARGS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 def _use(unknown: str, known: Sequence[str]) -> str:
     """The clause that names the right argument, if one is like it."""
     close = [key for key in known if unknown in _ALIASES.get(key, ())] or get_close_matches(unknown, known, 1, 0.75)
-    return f"use {close[0]}. " if close else ""
+    return f"use {close[0]}; " if close else ""
 
 
 def check_argument(caller: str, name: str, value: Any, kind: Any) -> None:
@@ -298,6 +309,8 @@ def _wanted(kind: Any) -> str:
     """The words for a type."""
     kind = _bare(kind)
     origin, args = get_origin(kind), get_args(kind)
+    if (known := _KINDS.get(kind) or _KINDS.get(origin)) is not None:
+        return known.words
     if origin is Annotated:
         return "a number" if UNBOUNDED in args else _wanted(args[0])
     if origin is Literal:

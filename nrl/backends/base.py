@@ -154,12 +154,12 @@ class Model:
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.lora, str | Mapping | None):
-            raise ValueError(
+            raise ArgumentError(
                 f"Model: lora is {self.lora!r}; it is a folder in peft's format, or a mapping with arguments of "
                 'peft.LoraConfig, such as {"r": 8, "target_modules": "all-linear"}'
             )
         if isinstance(self.source, Mapping) and "model_type" not in self.source:
-            raise ValueError(
+            raise ArgumentError(
                 f"Model: a config needs 'model_type' (such as 'qwen3'); found the keys {sorted(self.source)}"
             )
 
@@ -250,6 +250,16 @@ class Sampling:
     stop: tuple[str, ...] = attrs.field(
         default=(), converter=_texts, validator=attrs.validators.deep_iterable(attrs.validators.min_len(1))
     )
+
+
+def _instead_of_sampling(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "give nrl.Sampling(**sampling)"
+    number = isinstance(value, int | float)
+    return f"give nrl.Sampling({f'temperature={value}' if number else 'temperature=1.0, max_new_tokens=256'})"
+
+
+register_kind(Sampling, _instead_of_sampling)
 
 
 class Completion(NamedTuple):

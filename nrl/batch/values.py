@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from nrl.arguments import check_argument, register_kind
+from nrl.arguments import check_argument, checked, register_kind
 from nrl.batch.columns import COLUMNS, Column, kind_of
 from nrl.batch.handles import handle_of
 from nrl.batch.ragged import is_ragged, memory_of
@@ -41,7 +41,7 @@ def _instead_of_batch(value: Any) -> str:
     return "give a batch, such as nrl.data.supervised(rows, tokenizer) or nrl.rollout(...) makes one"
 
 
-register_kind(TensorDict, _instead_of_batch)
+register_kind(TensorDict, _instead_of_batch, words="a batch")
 
 
 def check_batch(caller: str, batch: Any) -> None:
@@ -59,6 +59,7 @@ tensor for each column
         check_argument(caller, "batch", batch, TensorDict)
 
 
+@checked("assign")
 def assign(batch: TensorDict, **columns: Any) -> Batch:
     """Add or replace columns: the only way to change a batch, and it returns a new one.
 
@@ -80,7 +81,6 @@ def assign(batch: TensorDict, **columns: Any) -> Batch:
     >>> sorted(assign(batch, rewards=torch.tensor([1.0])).keys())
     ['input_ids', 'rewards']
     """
-    check_batch("assign", batch)
     values = {name: _constant(name, _here(name, value)) for name, value in columns.items()}
     width = _width({**dict(batch.items()), **values}, batch.ndim)
     for name, value in values.items():

@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nrl.arguments import register_kind
 from nrl.errors import DataError
 
-__all__ = ["check_messages", "check_prompt", "exists", "fields", "kind", "shown"]
+__all__ = ["Tokenizer", "check_messages", "check_prompt", "exists", "fields", "kind", "shown"]
 
 
 def shown(text: str, most: int = 60) -> str:
@@ -22,6 +23,21 @@ def kind(value: Any) -> str:
 def fields(row: Mapping[Any, Any]) -> str:
     """The names of a row's fields, for a message."""
     return shown(", ".join(map(str, row))) or "no fields"
+
+
+type Tokenizer = Any
+"""A transformers tokenizer."""
+
+
+def _instead_of_tokenizer(value: Any) -> str:
+    if isinstance(value, str):
+        return f"give nrl.backends.load_tokenizer(nrl.Model({value!r}))"
+    return "give a transformers tokenizer, as nrl.backends.load_tokenizer(model) returns one"
+
+
+register_kind(
+    Tokenizer, _instead_of_tokenizer, lambda value: hasattr(value, "eos_token_id") and hasattr(value, "encode")
+)
 
 
 def exists(path: Path) -> bool:

@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from nrl.arguments import checked
 from nrl.batch import Batch, assign
-from nrl.data.checks import check_messages, fields, kind
+from nrl.data.checks import Tokenizer, check_messages, fields, kind
 from nrl.data.rendering import answered
 from nrl.envs.contract import Message, Prompt, Task
 from nrl.errors import DataError, ModelError
@@ -19,7 +19,7 @@ __all__ = ["labelled", "preferences", "shared", "sides", "supervised"]
 
 @checked("supervised")
 def supervised(
-    rows: Iterable[Task], tokenizer: Any, *, max_tokens: int | None = None, response: str = "response"
+    rows: Iterable[Task], tokenizer: Tokenizer, *, max_tokens: int | None = None, response: str = "response"
 ) -> Batch:
     """A batch that teaches each row's response: ``loss_mask`` is true on its tokens and on the one that ends it.
 
@@ -84,7 +84,7 @@ def _answer(value: Any, what: str) -> str | Sequence[Message]:
 
 
 @checked("preferences")
-def preferences(rows: Iterable[Task], tokenizer: Any, *, max_tokens: int | None = None) -> Batch:
+def preferences(rows: Iterable[Task], tokenizer: Tokenizer, *, max_tokens: int | None = None) -> Batch:
     """A batch of pairs, the chosen response first, for `nrl.algos.preference_loss`.
 
     ``chosen`` and ``rejected`` are texts, as the model would write them; or messages that follow the prompt; or whole
@@ -124,7 +124,7 @@ def preferences(rows: Iterable[Task], tokenizer: Any, *, max_tokens: int | None 
 
 
 @checked("labelled")
-def labelled(rows: Iterable[Task], tokenizer: Any, *, max_tokens: int | None = None) -> Batch:
+def labelled(rows: Iterable[Task], tokenizer: Tokenizer, *, max_tokens: int | None = None) -> Batch:
     """A batch of single answers, each good or bad, for `nrl.algos.kto_loss`.
 
     A row has a response and a ``label``, true for a good one; or it is a pair as in `preferences`, whose chosen and

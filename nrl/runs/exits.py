@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
+from nrl.arguments import checked
 from nrl.errors import NrlError
 from nrl.log import redact
 
@@ -28,6 +29,7 @@ _NOBODYS = (str(Path(__file__).parents[1]), sysconfig.get_path("scripts"), "<") 
 _LIBRARIES = (str(Path(__file__).parents[1]), *(sysconfig.get_path(each) for each in ("stdlib", "purelib", "platlib")))
 
 
+@checked("launch")
 def launch[C](program: Callable[[C], object], cls: type[C], args: Sequence[str] | None = None) -> None:
     """Run a program from the command line: load its configuration, call it, and print mistakes in a few lines.
 

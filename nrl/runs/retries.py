@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from nrl import checkpoint
-from nrl.errors import FailedStart, LostActor
+from nrl.errors import ArgumentError, FailedStart, LostActor
 from nrl.runs.folder import Folders, dead_end, reusing
 from nrl.runtime.preemption import ending
 from nrl.runtime.restarts import beginning_again
@@ -68,7 +68,7 @@ def retrying[C, T](main: Callable[[C], T], times: int = 3, *, pause: float = 1.0
     3
     """
     if times < 0 or pause < 0:
-        raise ValueError(f"retrying: times={times}, pause={pause}; give 0 or more")
+        raise ArgumentError(f"retrying: times={times}, pause={pause}; give 0 or more")
 
     @functools.wraps(main)
     def retried(cfg: C) -> T:

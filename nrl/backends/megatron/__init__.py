@@ -102,15 +102,14 @@ def _make_engine(
     alone: bool,
 ) -> TrainEngine[Any, Any]:
     """In a process of the mesh, which may be the mesh's alone."""
-    import torch
-
     _quiet()
     from nrl.backends.megatron.megatron_engine import MegatronEngine
     from nrl.backends.megatron.options import options as sorted_options
+    from nrl.backends.training.devices import device_of
     from nrl.backends.training.packed_attention import packing_on
     from nrl.runtime import process, segments
 
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = device_of("megatron.trainer", device)
     if alone and where.type == "cuda":
         segments.grow()
     here = process().device_mesh

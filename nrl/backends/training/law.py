@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nrl.algos import Loss, name_of, needed, output_kind, output_shape
-from nrl.backends.training.terms import called, check_terms, check_weights, global_weights
+from nrl.backends.training.terms import called, check_terms, check_weights, global_weights, no_gradient
 from nrl.batch import Batch, Parts, lengths, pad, shard
 from nrl.errors import WeightError
 from nrl.reduce import Mean
@@ -48,6 +48,7 @@ def check_law(loss: Loss, batch: Batch, weights: Mapping[str, float], always: Co
         Whether the batch was enough to check that.
 
     Raises:
+        NoGradient: the loss depends on no output.
         WeightError: the loss breaks the law.
 
     >>> from nrl.algos import sft_loss
@@ -119,6 +120,8 @@ def _adds_up(loss: Loss, batch: Batch, weights: Mapping[str, float], outputs: Co
     for terms, found in [(whole, slopes), (padded, with_padding), *halves]:
         if not all(bool(x.isfinite().all()) for x in [*found.values(), *(term.total for term in terms.values())]):
             return False  # a later check has a better error for that
+    if not slopes:
+        raise no_gradient(f"train_step({name})")
     for key, term in whole.items():
         total, added = float(term.total), [float(terms[key].total) for terms, _ in halves]
         if abs(sum(added) - total) > 1e-3 * (sum(map(abs, added)) + abs(total)):  # rows may cancel
@@ -153,15 +156,14 @@ def _compare(name: str, output: str, one: Tensor, other: Tensor, allowed: float,
 def _differentiated(
     loss: Loss, batch: Batch, weights: Mapping[str, float], outputs: Mapping[str, Tensor]
 ) -> tuple[dict[str, Mean], dict[str, Tensor]]:
-    """The terms of a loss, and the gradient of its weighted sum for each output."""
+    """The terms of a loss, and the gradient of its weighted sum for each output; no gradients if it depends on none."""
     leaves = {key: x.clone().requires_grad_() for key, x in outputs.items()}
     with torch.enable_grad():
         terms = called(loss, batch, leaves)
         check_terms(name_of(loss), terms, weights)
         total = torch.stack([term.total / weights[key] for key, term in terms.items()]).sum()
-    found = tuple(torch.zeros_like(x) for x in leaves.values())
-    if total.requires_grad:
-        found = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
-    return {key: Mean(*(x.detach() for x in term)) for key, term in terms.items()}, dict(
-        zip(leaves, found, strict=True)
-    )
+    detached = {key: Mean(*(x.detach() for x in term)) for key, term in terms.items()}
+    if not total.requires_grad:
+        return detached, {}
+    found = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
+    return detached, dict(zip(leaves, found, strict=True))

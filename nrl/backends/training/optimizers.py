@@ -8,6 +8,7 @@ import attrs
 
 from nrl.arguments import Unbounded, checked, register_kind
 from nrl.backends.training.rates import Schedule, fraction
+from nrl.errors import ArgumentError
 
 __all__ = [
     "Group",
@@ -94,23 +95,23 @@ class Optimizer:
         for name in ("momentum", "nesterov", "scale", "precision", "moments"):
             if getattr(self, name) is not None and name not in reads.get(self.kind, ()):
                 kinds = " and ".join(f"'{kind}'" for kind, names in reads.items() if name in names)
-                raise ValueError(
+                raise ArgumentError(
                     f"Optimizer: {name} is for {kinds} alone; found {getattr(self, name)!r} of '{self.kind}'"
                 )
         if self.kind == "sgd" and self.nesterov and not self.momentum:
-            raise ValueError("Optimizer: nesterov needs a momentum, and there is none; give one above 0")
+            raise ArgumentError("Optimizer: nesterov needs a momentum, and there is none; give one above 0")
         if (self.kind == "own") != (self.make is not None):
-            raise ValueError(
+            raise ArgumentError(
                 f"Optimizer: the kind 'own' and nothing else has make, a function; found '{self.kind}' and "
                 f"make={self.make!r}; use own(make, lr=...)"
             )
         if self.kind == "own" and self.weight_decay:
-            raise ValueError(
+            raise ArgumentError(
                 f"Optimizer: weight_decay={self.weight_decay} would do nothing; have make pass it to its optimizer"
             )
         for group in self.groups:
             if not group.muon and self.kind != "muon":
-                raise ValueError(f"Optimizer: {group} keeps Muon away; found '{self.kind}', which has none")
+                raise ArgumentError(f"Optimizer: {group} keeps Muon away; found '{self.kind}', which has none")
 
 
 def _instead_of_optimizer(value: Any) -> str:
@@ -164,7 +165,9 @@ def adamw(
     0.5
     """
     kept = None if moments == "float32" else moments  # so that another kind can replace it in a configuration
-    return Optimizer(lr, betas, eps, weight_decay, clip, schedule or Schedule(), moments=kept, groups=tuple(groups))
+    return Optimizer(
+        lr, tuple(betas), eps, weight_decay, clip, schedule or Schedule(), moments=kept, groups=tuple(groups)
+    )
 
 
 @checked("sgd")
@@ -314,7 +317,7 @@ def learning_rate(optimizer: Optimizer, step: int) -> float:
         return optimizer.lr * fraction(schedule, step)
     rate = optimizer.lr * float(schedule(step))
     if not (math.isfinite(rate) and rate >= 0):
-        raise ValueError(
+        raise ArgumentError(
             f"learning_rate: the schedule gives {rate} at optimizer step {step}; give a finite rate of 0 or more"
         )
     return rate

@@ -12,9 +12,9 @@ from nrl.backends.training.devices import FLOPS
 from nrl.backends.training.flops import Cost, step_flops
 from nrl.backends.training.gradients import ignores, value_and_grad
 from nrl.backends.training.plans import Plan
-from nrl.backends.training.terms import check_weights
+from nrl.backends.training.terms import check_weights, no_gradient
 from nrl.batch import Batch, lengths
-from nrl.errors import BatchError, NoGradient, NotFinite
+from nrl.errors import BatchError, NotFinite
 from nrl.reduce import Mean, Metrics, Sum, merge
 
 __all__ = ["IDLE", "StepSums", "check_norm", "evened", "step_metrics"]
@@ -135,11 +135,7 @@ class StepSums:
         seen = {key: float(whole.pop(_SEEN + key)[0]) for key in self._weights}
         check_weights(self._name, seen, self._weights)
         if not any(differentiable for *_, differentiable in everybody):
-            raise NoGradient(
-                f"{who}: the loss has no gradient: none of its terms depends on an output of the model, so nothing was "
-                "changed. Compute it from out['logprobs'] or another output, without detach(), item(), numpy or "
-                "torch.no_grad() on the way; only numbers for metrics may be detached"
-            )
+            raise no_gradient(who)
         if not torch.isfinite(total := whole["loss"][0]):
             raise NotFinite(
                 f"{who}: the loss is {float(total)}; nothing was changed. Look for NaN or infinite values in the "

@@ -18,10 +18,10 @@ from nrl.algos import Loss, name_of, needed, output_shape
 from nrl.arguments import described, register_kind
 from nrl.batch import Batch, microbatches, unchanged
 from nrl.batch.columns import COLUMNS
-from nrl.errors import LossResultError, MissingColumn, MissingOutput, WeightError
+from nrl.errors import LossResultError, MissingColumn, MissingOutput, NoGradient, WeightError
 from nrl.reduce import Ess, Max, Mean, Metrics, Min, Sum
 
-__all__ = ["LOGPROBS", "called", "check_terms", "check_weights", "global_weights", "terms_of"]
+__all__ = ["LOGPROBS", "called", "check_terms", "check_weights", "global_weights", "no_gradient", "terms_of"]
 
 _RELATIVE = 1e-5
 """How far sums of weights in another order may differ, as a fraction."""
@@ -59,11 +59,20 @@ _RESULT = (
 )
 
 
+def no_gradient(who: str) -> NoGradient:
+    """Return the error of a loss that depends on no output."""
+    return NoGradient(
+        f"{who}: the loss has no gradient: none of its terms depends on an output of the model, so nothing was changed. "
+        "Compute it from out['logprobs'] or another output, without detach(), item(), numpy or torch.no_grad() on the "
+        "way; only metrics may be detached"
+    )
+
+
 def _returned(value: Any) -> str:
     """What a loss returned, and what is wrong with it."""
     match value:
         case (first, dict()):
-            return f"{_returned(first)} with metrics" if not isinstance(first, Mean | dict) else "no term"
+            return f"{_returned(first)} (with metrics)" if not isinstance(first, Mean | dict) else "no term"
         case Mean():
             return "a Mean without metrics: add `, {}`"
         case Tensor() if value.ndim == 0:
@@ -94,10 +103,10 @@ def _instead_of_loss(value: Any) -> str:
     example = "def loss(out, batch), which reads out['logprobs'] and ends with `" + _RETURN + "`"
     if not callable(value) or hasattr(value, "state_dict"):
         return f"give a function, such as nrl.algos.sft_loss, or write {example}"
-    name, signature = name_of(value), inspect.signature(value)
+    name, parameters = name_of(value), ", ".join(inspect.signature(value).parameters)
     if str(getattr(value, "__module__", "")).startswith("nrl."):
-        return f"it makes a loss of its options {signature}: call it, {name}(...), and give what it returns"
-    return f"{name}{signature} does not take the two arguments of a loss: write {example}"
+        return f"it makes a loss of {parameters}: call it, {name}(...), and give what it returns"
+    return f"a loss takes two arguments, and this one takes ({parameters}): write {example}"
 
 
 register_kind(Loss, _instead_of_loss, _is_loss)
@@ -191,6 +200,13 @@ def called(loss: Loss, batch: Batch, outputs: Mapping[str, Tensor]) -> dict[str,
             terms, _ = terms_of(name, loss(out, batch))
     except MissingColumn:
         raise
+    except TypeError as error:
+        if str(error) != "'TensorDict' object is not callable":
+            raise
+        raise LossResultError(
+            f"{name} calls its first argument, and that is no model: the trainer has computed the outputs already. Read "
+            "out['logprobs'], [B, T], the log-probability of each token"
+        ) from error
     except AttributeError as error:
         if not isinstance(error.obj, TensorDict) or error.name not in {*out.keys(), *batch.keys()}:
             raise

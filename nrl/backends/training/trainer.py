@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nrl.algos import Loss, name_of, needed
-from nrl.arguments import check_argument
+from nrl.arguments import check_argument, checked, register_kind
 from nrl.backends.base import Bucket, Model
 from nrl.backends.base import top_k as top_k_named
 from nrl.backends.engines import TrainEngine
@@ -38,8 +38,7 @@ from nrl.backends.training.terms import LOGPROBS, global_weights
 from nrl.backends.training.writers import all_written
 from nrl.batch import Batch, deal, microbatches, restore
 from nrl.batch.handles import stand_ins, without_handles
-from nrl.batch.values import check_batch
-from nrl.errors import CheckpointError
+from nrl.errors import ArgumentError, CheckpointError
 from nrl.files import (
     MANIFEST,
     Folder,
@@ -91,6 +90,10 @@ def make_trainer(
         parts_of: how a shard is split; called as ``parts_of(batch, max_tokens=...)``.
         model: that it trains; None: one that only the engine knows.
     """
+    if max_tokens < 1:
+        raise ArgumentError(
+            f"{name}: max_tokens is {max_tokens}; give the tokens of a micro-batch, 1 or more", "max_tokens"
+        )
     engines = Each(call(mesh, name, make_engine))
     return Trainer(mesh, name, model, engines, partial(parts_of, max_tokens=max_tokens))
 
@@ -161,6 +164,7 @@ class Trainer:
         values = self._call("load", partial(method, "load"), source)
         return self._params(values, 0, False, self.adapter if source is None else None)
 
+    @checked("freeze")
     def freeze(self, params: Params) -> Params:
         """A copy that training does not change."""
         fn, given = self._method_of(params, "freeze", "freeze")
@@ -196,6 +200,7 @@ class Trainer:
 
     # --- outputs, forward only
 
+    @checked("forward")
     def forward(
         self, params: Params, batch: Batch, needs: Collection[str], *, who: str = "forward"
     ) -> dict[str, Future[Tensor]]:
@@ -226,7 +231,6 @@ class Trainer:
         >>> {name: list(future.result().shape) for name, future in found.items()}
         {'entropy': [1, 6], 'logprobs': [1, 6]}
         """
-        check_batch(who, batch)
         check_needs(who, needs, self.provides, self.name)
         values = self._borrow(params, who)
         params.check_whole(who)
@@ -239,18 +243,22 @@ class Trainer:
             for (name, like), reply in zip(likes.items(), replies, strict=True)
         }
 
+    @checked("logprobs")
     def logprobs(self, params: Params, batch: Batch) -> Future[Tensor]:
         """``[*B, T]`` float32, nats, of each token under its row's ``temperature``; 0 for the first and for padding."""
         return self.forward(params, batch, ["logprobs"], who="logprobs")["logprobs"]
 
+    @checked("values")
     def values(self, params: Params, batch: Batch) -> Future[Tensor]:
         """``[*B, T]`` float32, of a model with ``head="value"``: V before each token, and 0 as in `logprobs`."""
         return self.forward(params, batch, ["values"], who="values")["values"]
 
+    @checked("rewards")
     def rewards(self, params: Params, batch: Batch) -> Future[Tensor]:
         """``[*B]`` float32, of a model with ``head="reward"``."""
         return self.forward(params, batch, ["rewards"], who="rewards")["rewards"]
 
+    @checked("top_k")
     def top_k(self, params: Params, batch: Batch, k: int) -> dict[str, Future[Tensor]]:
         """The most probable tokens at each place, for ``step(state, batch, **teacher.top_k(params, batch, k))``.
 
@@ -258,7 +266,6 @@ class Trainer:
             Futures of ``teacher_ids`` ``[*B, T, k]`` int64, and of ``teacher_topk_logprobs``, nats, under the row's
             ``temperature``.
         """
-        check_argument("top_k", "k", k, int)
         found = self.forward(params, batch, [top_k_named(k)], who="top_k")
         return {"teacher_ids": found["top_k_ids"], "teacher_topk_logprobs": found["top_k_logprobs"]}
 
@@ -270,31 +277,30 @@ class Trainer:
 
     # --- steps
 
+    @checked("train_step")
     def train_step(self, loss: Loss) -> TrainStep:
         """``step(state, batch, **columns) -> (state, Future[Metrics])``: one optimizer step on this loss.
 
         Columns are added as by `nrl.assign`, but those that other processes compute become handles, heavy or not: their
         numbers go from there to the trainer's processes, and not through the program.
         """
-        check_argument("train_step", "loss", loss, Loss)
         who = f"train_step({name_of(loss)})"
         check_needs(who, needed(loss), self.provides, self.name)
         always = self.provides & LOGPROBS
-        checked = told = False
+        lawful = told = False
 
+        @checked(who)
         def step(
             state: TrainState, batch: Batch, **columns: Tensor | Future[Tensor]
         ) -> tuple[TrainState, Future[Metrics]]:
-            nonlocal checked, told
-            check_argument(who, "state", state, TrainState)
-            check_batch(who, batch)
+            nonlocal lawful, told
             batch = with_shares(with_columns(batch, columns))
             here, whole = without_handles(batch), stand_ins(batch)
             values, params = state.handle.borrow(self, who), state.params
             check_sampled(who, here)
             with refusing(who):
                 weights = global_weights(loss, whole, always=always)
-                checked = checked or check_law(loss, whole, weights, always)
+                lawful = lawful or check_law(loss, whole, weights, always)
             metrics = lag(state.version, here)
             if any(weight == 0 for weight in weights.values()):
                 state.handle.donate(self, who)
@@ -438,6 +444,7 @@ class Trainer:
         """
         shared_folders.check_shared(self.mesh, self.name, folder, who)
 
+    @checked("export")
     def export(self, params: Params, folder: str | Path) -> None:
         """Write Hugging Face format, with adapters added to the weights; of ``params.adapter``, peft's format.
 
@@ -499,3 +506,6 @@ def _of_the_step(metrics: Metrics, results: list[Metrics]) -> Metrics:
     found = without(PREFIX, told)
     whole = Mean(found["loss"][0], torch.ones(()))  # its parts have been added up: over steps it is a mean
     return metrics | found | {"loss": whole, "skipped": Sum(torch.tensor(0.0))}
+
+
+register_kind(Trainer, lambda value: "give the trainer, as fsdp.trainer(slots, model, optimizer) makes one")
