@@ -391,10 +391,8 @@ def run(cfg: Any) -> Iterator[Run]:
     done in 0:00; metrics are in ...
     """
     if isinstance(cfg, type) or not attrs.has(type(cfg)):
-        instead = f"{cfg.__name__}()" if isinstance(cfg, type) else "an instance of a frozen attrs class, as nrl.launch"
-        raise ConfigError(
-            f"run: cfg is {described(cfg)}; give {instead}{'' if isinstance(cfg, type) else ' makes one'}"
-        )
+        instead = f"{cfg.__name__}()" if isinstance(cfg, type) else "an instance of a class of @attrs.frozen"
+        raise ConfigError(f"run: cfg is {described(cfg)}; give {instead}")
     text = config.dump(cfg, redacted)
     started, keep = time.monotonic(), getattr(cfg, "checkpoints", Checkpoints())
     with ExitStack() as stack:

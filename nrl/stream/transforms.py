@@ -8,10 +8,10 @@ from torch import Tensor
 
 from nrl.algos._rows import check_finite, valid_rows
 from nrl.algos.loss_contract import name_of
-from nrl.arguments import checked
+from nrl.arguments import checked, described
 from nrl.batch import Batch, assign, concatenate, require
 from nrl.batch.columns import DROPPED_TOKENS
-from nrl.errors import DataError
+from nrl.errors import ArgumentError, DataError
 from nrl.stream.cursors import Source, Stream, derived
 
 __all__ = ["Versioned", "batched", "drop_uniform", "filtered", "fresh"]
@@ -155,6 +155,8 @@ def fresh(stream: Stream[Batch], lag: int, sampler: Versioned, patience: int = 3
     >>> fresh(counting(group), 1, Now()).take(1)[0]["version"].tolist()
     [4]
     """
+    if not hasattr(sampler, "version"):
+        raise ArgumentError(f"fresh: sampler is {described(sampler)}, without a version; give the sampler", "sampler")
     if lag < 0:
         raise DataError(f"fresh: lag is {lag}; it must not be negative")
 

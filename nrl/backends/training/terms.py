@@ -62,7 +62,7 @@ _RESULT = (
 def no_gradient(who: str) -> NoGradient:
     """Return the error of a loss that depends on no output."""
     return NoGradient(
-        f"{who}: the loss has no gradient: none of its terms depends on an output of the model, so nothing was changed. "
+        f"{who}: the loss has no gradient: no term of it depends on an output of the model, so nothing was changed. "
         "Compute it from out['logprobs'] or another output, without detach(), item(), numpy or torch.no_grad() on the "
         "way; only metrics may be detached"
     )
@@ -204,8 +204,8 @@ def called(loss: Loss, batch: Batch, outputs: Mapping[str, Tensor]) -> dict[str,
         if str(error) != "'TensorDict' object is not callable":
             raise
         raise LossResultError(
-            f"{name} calls its first argument, and that is no model: the trainer has computed the outputs already. Read "
-            "out['logprobs'], [B, T], the log-probability of each token"
+            f"{name} calls its first argument, and that is no model: the trainer has computed the outputs already. "
+            "Read out['logprobs'], [B, T], the log-probability of each token"
         ) from error
     except AttributeError as error:
         if not isinstance(error.obj, TensorDict) or error.name not in {*out.keys(), *batch.keys()}:
