@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 # circle, imports within functions counted. A module is in the room with the longest name that its own begins with.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "imports", "lazy"),
-    ("arguments", "files"),
+    ("arguments", "files", "flags"),
     ("reduce", "batch"),
     ("algos", "config", "log", "envs"),
     (

@@ -4,7 +4,6 @@ A column at position ``t`` describes token ``t``. Rows are right-padded. `nrl.CO
 are carried along, as `nrl.declare` says.
 """
 
-import os
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
@@ -19,6 +18,7 @@ from nrl.batch.columns import COLUMNS, Column, kind_of
 from nrl.batch.handles import handle_of
 from nrl.batch.ragged import is_ragged, memory_of
 from nrl.errors import ColumnError, MissingColumn, MutatedBatch
+from nrl.flags import flag
 
 __all__ = ["Batch", "assign", "check_batch", "lengths", "remembered", "require", "unchanged"]
 
@@ -201,7 +201,7 @@ def unchanged(batch: TensorDict, who: str) -> Iterator[None]:
     Raises:
         MutatedBatch: it wrote; the message names the function and the columns.
     """
-    if os.environ.get("NRL_DEBUG") != "1":
+    if not flag("NRL_DEBUG"):
         yield
         return
     before = {key: (value, value._version) for key, value in _leaves(batch).items() if not value.is_inference()}

@@ -20,6 +20,7 @@ from types import TracebackType
 
 from nrl.arguments import checked
 from nrl.errors import NrlError
+from nrl.flags import flag
 from nrl.log import redact
 
 __all__ = ["exit_status", "launch"]
@@ -77,7 +78,9 @@ def exit_status(program: Callable[[], int | None], name: str) -> int:
     Returns:
         The program's own status (None is 0); 2 after a mistake, 130 after Ctrl-C.
     """
+    verbose = False
     try:
+        verbose = flag("NRL_TRACEBACK")
         with _warnings_named(name):
             return program() or 0
     except (Exception, KeyboardInterrupt) as error:
@@ -85,7 +88,7 @@ def exit_status(program: Callable[[], int | None], name: str) -> int:
         lines = ["interrupted"] if interrupted else _lines_of(error)
         if lines is None:
             raise
-        if os.environ.get("NRL_TRACEBACK", "0") not in ("", "0"):
+        if verbose:
             traceback.print_exc()
         elif not interrupted and (place := _place(error.__traceback__)):
             lines.append(f"  at {place}; NRL_TRACEBACK=1 shows the traceback")
