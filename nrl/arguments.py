@@ -178,8 +178,8 @@ def _check_call(
     given = dict(zip(by_place, args, strict=False))
     for key, value in [*given.items(), *((key, value) for key, value in kwargs.items() if key in takes)]:
         default = parameters[key].default
-        infinite = isinstance(value, float) and not math.isfinite(value)
-        if key in hints and value is not default and (finite or not infinite):
+        left_to_it = not finite and _are_numbers(value)
+        if key in hints and value is not default and not left_to_it:
             check_argument(name, key, value, hints[key])
     if len(args) > len(by_place) and _ARGS not in variadic:
         others = "; give the others by name" if variadic or len(by_place) < len(takes) else ""
@@ -276,6 +276,11 @@ def _is_number(value: Any, infinite: bool = False) -> bool:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return False
     return not math.isnan(value) and (infinite or math.isfinite(value))
+
+
+def _are_numbers(value: Any) -> bool:
+    items = value if isinstance(value, list | tuple) else [value]
+    return all(isinstance(item, numbers.Real) and not isinstance(item, bool) for item in items)
 
 
 def _are_entries(value: Any, kinds: tuple[Any, ...]) -> bool:

@@ -1,9 +1,9 @@
 """Checks of the arguments of losses and their parts, with the same messages everywhere."""
 
 import math
+from numbers import Real
 from typing import Any
 
-from nrl.arguments import Unbounded, check_argument
 from nrl.errors import ArgumentError
 
 __all__ = ["in_unit_interval", "not_negative", "positive", "smoothing_below_half", "weighted"]
@@ -50,8 +50,7 @@ def weighted(reader: str, what: str, terms: tuple[Any, ...]) -> None:
     for number, term in enumerate(terms, 1):
         if not isinstance(term, tuple) or len(term) != 2 or not callable(term[1]):
             raise ArgumentError(f"{reader}: term {number} is {term!r}; give a pair (coefficient, {what})")
-        check_argument(reader, f"the coefficient of term {number}", term[0], Unbounded)
-        if not math.isfinite(term[0]):
+        if not isinstance(term[0], Real) or not math.isfinite(term[0]):
             raise ArgumentError(f"{reader}: the coefficient of term {number} is {term[0]}; it must be finite")
 
 

@@ -19,6 +19,7 @@ from nrl.backends.training.terms import check_weights, global_weights, terms_of
 from nrl.backends.training.trainer import make_trainer
 from nrl.batch import Batch
 from nrl.errors import (
+    ArgumentError,
     BatchError,
     CheckpointError,
     ClosedCluster,
@@ -415,11 +416,11 @@ def test_needs_that_are_none(trainer: Trainer) -> None:
 
 def test_things_that_are_no_state_and_no_params(trainer: Trainer) -> None:
     state: Any = trainer.init()
-    with pytest.raises(TypeError, match=r"train_step\(sft_loss\): expected a train state .*, found Params"):
+    with pytest.raises(ArgumentError, match=r"train_step\(sft_loss\): state is a Params; give the train state"):
         trainer.train_step(sft_loss)(state.params, batch_of())
-    with pytest.raises(TypeError, match=r"logprobs: expected params .*, found TrainState"):
+    with pytest.raises(ArgumentError, match=r"logprobs: params is a TrainState; give state.params"):
         trainer.logprobs(state, batch_of())
-    with pytest.raises(TypeError, match=r"freeze: expected params .*, found TrainState"):
+    with pytest.raises(ArgumentError, match=r"freeze: params is a TrainState; give state.params"):
         trainer.freeze(state)
 
 
