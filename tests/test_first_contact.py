@@ -139,7 +139,7 @@ RECORDS: list[tuple[Mistake, str, str]] = [
     (lambda made: nrl.Sampling(max_tokens=3), "max_tokens", "use max_new_tokens"),
     (lambda made: nrl.Sampling(temprature=1.0), "temprature", "use temperature"),
     (lambda made: nrl.Sampling(temperature=1e-300), "temperature", "give 0, which is greedy, or a number from 0.001"),
-    (lambda made: nrl.Sampling(temperature=-1.0), "temperature", "is -1.0; give 0, which is greedy"),
+    (lambda made: nrl.Sampling(temperature=-1.0), "temperature", "'temperature' must be >= 0: -1.0"),
     (lambda made: nrl.Sampling(top_p=1.5), "top_p", "'top_p' must be <= 1: 1.5"),
     (lambda made: nrl.Sampling(stop=5), "stop", "give a text or several entries, each a text"),
     (lambda made: Model("x", torch_dtype=torch.bfloat16), "torch_dtype", "use dtype"),

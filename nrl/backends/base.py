@@ -21,6 +21,7 @@ __all__ = [
     "Completion",
     "Media",
     "Model",
+    "ModelSource",
     "Piece",
     "Sampling",
     "length_of",
@@ -242,7 +243,7 @@ class Sampling:
     Sampling(temperature=0, top_k=0, top_p=1.0, max_new_tokens=256, stop_token_ids=(), stop=('END',))
     """
 
-    temperature: float = attrs.field(default=1.0, validator=_in_range)
+    temperature: float = attrs.field(default=1.0, validator=[attrs.validators.ge(0), _in_range])
     top_k: int = attrs.field(default=0, validator=attrs.validators.ge(0))
     top_p: float = attrs.field(default=1.0, validator=[attrs.validators.gt(0), attrs.validators.le(1)])
     max_new_tokens: int = attrs.field(default=256, validator=attrs.validators.ge(1))

@@ -27,7 +27,7 @@ from nrl.episodes.requests import NO_LIMITS, Limits, Requests, requests_to
 from nrl.errors import BatchError, DataError, EnvError
 from nrl.runtime.threads import Daemons
 
-__all__ = ["ENDED", "Running", "Schedule", "hashed"]
+__all__ = ["ENDED", "Running", "Schedule", "check_env", "hashed"]
 
 ENDED = "the stream was ended, as by the run in which it is; make another one"
 _PATIENCE = 15.0  # seconds, for a thread that is to end; in ten of them environments are closed
