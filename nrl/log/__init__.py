@@ -1,5 +1,6 @@
 """Logging: metrics and samples to JSONL files, the terminal, Weights & Biases, TensorBoard and MLflow."""
 
+from nrl.log.escapes import printable
 from nrl.log.jsonlines import JsonLines
 from nrl.log.redaction import error_text, redact, redacted
 from nrl.log.sinks import Sink, open_sinks
@@ -13,6 +14,7 @@ __all__ = [
     "duration",
     "error_text",
     "open_sinks",
+    "printable",
     "redact",
     "redacted",
     "wait_for",

@@ -21,7 +21,7 @@ from types import TracebackType
 from nrl.arguments import checked
 from nrl.errors import NrlError
 from nrl.flags import flag
-from nrl.log import redact
+from nrl.log import printable, redact
 
 __all__ = ["exit_status", "launch"]
 
@@ -93,7 +93,7 @@ def exit_status(program: Callable[[], int | None], name: str) -> int:
         elif not interrupted and (place := _place(error.__traceback__)):
             lines.append(f"  at {place}; NRL_TRACEBACK=1 shows the traceback")
         sys.stdout.flush()
-        print(_coloured(name, redact("\n".join(lines))), file=sys.stderr, flush=True)
+        print(_coloured(name, printable(redact("\n".join(lines)))), file=sys.stderr, flush=True)
         return _INTERRUPTED if interrupted else _MISTAKE
 
 
@@ -105,7 +105,7 @@ def _warnings_named(name: str) -> Iterator[None]:
         message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
     ) -> str:
         if filename.startswith(_NOBODYS):
-            return f"{name}: {category.__name__}: {redact(str(message))}\n"
+            return f"{name}: {category.__name__}: {printable(redact(str(message)))}\n"
         return before(message, category, filename, lineno, line)
 
     warnings.formatwarning = formatted
