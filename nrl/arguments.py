@@ -123,7 +123,7 @@ def checked[F: Callable[..., Any]](name: str, *, finite: bool = True) -> Callabl
 
     def decorate(callee: F) -> F:
         record = isinstance(callee, type)
-        function: Any = callee.__init__ if record else callee  # type: ignore[misc]
+        function: Any = callee.__init__ if record else callee
 
         @functools.cache
         def parameters() -> dict[str, inspect.Parameter]:
@@ -150,7 +150,7 @@ def checked[F: Callable[..., Any]](name: str, *, finite: bool = True) -> Callabl
                 raise ArgumentError(text if text.startswith(name) else f"{name}: {text}", wrong) from error
 
         if record:
-            callee.__init__ = call  # type: ignore[misc]
+            callee.__init__ = call  # type: ignore[method-assign]
             return callee
         return typing.cast(F, call)
 
@@ -178,7 +178,7 @@ def _check_call(
     given = dict(zip(by_place, args, strict=False))
     for key, value in [*given.items(), *((key, value) for key, value in kwargs.items() if key in takes)]:
         default = parameters[key].default
-        left_to_it = not finite and _are_numbers(value)
+        left_to_it = not finite and _are_numbers(value) and _is_numeric(hints.get(key, Any))
         if key in hints and value is not default and not left_to_it:
             check_argument(name, key, value, hints[key])
     if len(args) > len(by_place) and _ARGS not in variadic:
@@ -261,7 +261,7 @@ def _fits(value: Any, kind: Any) -> bool:
         return isinstance(value, Mapping)
     if _is_class(origin or kind, Iterable) and (origin or kind) not in (str, bytes):
         return _are_items(value, origin or kind, args[0] if args else Any)
-    if origin is Callable or kind is Callable or _is_class(origin, Callable):  # type: ignore[comparison-overlap]
+    if origin is Callable or kind is Callable or _is_class(origin, Callable):
         return callable(value)
     if not isinstance(kind, type) or isinstance(kind, TypeVar) or getattr(kind, "_is_protocol", False):
         return True
@@ -276,6 +276,13 @@ def _is_number(value: Any, infinite: bool = False) -> bool:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return False
     return not math.isnan(value) and (infinite or math.isfinite(value))
+
+
+def _is_numeric(kind: Any) -> bool:
+    """Whether a type is that of a number, or of several."""
+    kind = _bare(kind)
+    inside = get_args(kind) if get_origin(kind) in (*_UNIONS, tuple, Sequence, Annotated) else ()
+    return kind in (int, float) or any(map(_is_numeric, inside))
 
 
 def _are_numbers(value: Any) -> bool:
@@ -293,9 +300,14 @@ def _are_entries(value: Any, kinds: tuple[Any, ...]) -> bool:
 
 
 def _are_items(value: Any, base: type, kind: Any) -> bool:
-    if isinstance(value, str | bytes) or not isinstance(value, base if base is not list else (list, tuple)):
+    """Whether a value has items of a kind. Whoever reads mappings names the one that is wrong by its place."""
+    if isinstance(value, str | bytes | Mapping) or hasattr(value, "_fields"):  # a record is no list of its fields
         return False
-    return not isinstance(value, list | tuple) or all(_fits(item, kind) for item in value[:_MOST])
+    like_a_list = hasattr(value, "__len__") and hasattr(value, "__getitem__")  # as tables of other libraries are
+    if not isinstance(value, base if base is not list else (list, tuple)) and not (base is Sequence and like_a_list):
+        return False
+    whole = not isinstance(value, list | tuple) or _is_class(get_origin(_bare(kind)) or _bare(kind), Mapping)
+    return whole or all(_fits(item, kind) for item in value[:_MOST])
 
 
 def _remedy(kind: Any, value: Any) -> str:
@@ -329,7 +341,7 @@ def _wanted(kind: Any) -> str:
         return f"several entries, each {_wanted(args[0])}" if args and _bare(args[0]) is not Any else "a list"
     if _is_class(base, Mapping):
         return "a mapping"
-    if base is Callable or _is_class(base, Callable):  # type: ignore[comparison-overlap]
+    if base is Callable or _is_class(base, Callable):
         return "a function"
     words = {int: "a whole number", float: "a finite number", str: "a text", bool: "True or False", NoneType: "None"}
     return words.get(base) or f"{_article(getattr(base, '__name__', str(base)))}"

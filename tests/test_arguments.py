@@ -1,8 +1,15 @@
 """Arguments are checked by their names and annotations, where they are given."""
 
+import ast
+import importlib
+import inspect
 import math
+import operator
 import pickle
+import sys
+import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import attrs
@@ -11,6 +18,8 @@ import pytest
 
 from nrl.arguments import Unbounded, check_argument, checked, described
 from nrl.errors import ArgumentError, NrlError
+
+ROOT = Path(__file__).parents[1]
 
 
 class Engine:
@@ -166,3 +175,31 @@ def test_long_values_are_cut() -> None:
     assert len(described("x" * 1000)) < 80
     assert described([object()]) == "a list"
     assert described(math) == "the module math"
+
+
+def decorated() -> list[tuple[str, str]]:
+    """The module and the name of all that is checked."""
+    found = []
+    for path in sorted((ROOT / "nrl").rglob("*.py")):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                made = [each for each in node.decorator_list if ast.unparse(each).startswith("checked(")]
+                inner = node.body if isinstance(node, ast.ClassDef) else []
+                methods = [
+                    f"{node.name}.{each.name}"
+                    for each in inner
+                    if isinstance(each, ast.FunctionDef)
+                    and any(ast.unparse(decorator).startswith("checked(") for decorator in each.decorator_list)
+                ]
+                found += [(module, name) for name in ([node.name] if made else []) + methods]
+    return found
+
+
+def test_all_annotations_of_what_is_checked_can_be_read() -> None:
+    names = decorated()
+    assert len(names) > 100
+    for module, name in names:
+        target = operator.attrgetter(name)(importlib.import_module(module))
+        function = target.__init__ if isinstance(target, type) else inspect.unwrap(target)
+        assert typing.get_type_hints(function, localns=vars(sys.modules[module])), (module, name)

@@ -81,6 +81,8 @@ def check_text_alone(row: Mapping[Any, Any], place: str, template: str = "") -> 
 would learn to answer about what they do not see. Take rows that text alone can answer, or leave the column out: \
 format=lambda row: {key: row[key] for key in row if key != 'image'}
     """
+    if not isinstance(row, Mapping):
+        raise DataError(f"{place} is {described(row)}; give a mapping, such as {{'prompt': '...'}}")
     for key, value in row.items():
         if f"{{{key}" in template or not (_is_media(value) or (_names_media(key) and _holds_something(value))):
             continue

@@ -166,7 +166,7 @@ def adamw(
     """
     kept = None if moments == "float32" else moments  # so that another kind can replace it in a configuration
     return Optimizer(
-        lr, tuple(betas), eps, weight_decay, clip, schedule or Schedule(), moments=kept, groups=tuple(groups)
+        lr, (betas[0], betas[1]), eps, weight_decay, clip, schedule or Schedule(), moments=kept, groups=tuple(groups)
     )
 
 
@@ -254,7 +254,7 @@ def muon(
     """
     return Optimizer(
         lr,
-        tuple(betas),
+        (betas[0], betas[1]),
         eps,
         weight_decay,
         clip,

@@ -71,10 +71,13 @@ def no_gradient(who: str) -> NoGradient:
 def _returned(value: Any) -> str:
     """What a loss returned, and what is wrong with it."""
     match value:
-        case (first, dict()):
-            return f"{_returned(first)} (with metrics)" if not isinstance(first, Mean | dict) else "no term"
         case Mean():
             return "a Mean without metrics: add `, {}`"
+        case (first, dict()):
+            nothing = "a dict that is empty, or that has something else than a Mean"
+            return nothing if isinstance(first, dict) else f"{_returned(first)} (with metrics)"
+        case (_, other):
+            return f"metrics that are {described(other)}, and no dict"
         case Tensor() if value.ndim == 0:
             return "a scalar, which is summed or averaged already"
         case Tensor():

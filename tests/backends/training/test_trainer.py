@@ -25,6 +25,7 @@ from nrl.errors import (
     ClosedCluster,
     ConsumedState,
     ForeignState,
+    LossResultError,
     MissingColumn,
     MissingOutput,
     NotFinite,
@@ -98,7 +99,7 @@ def test_terms_of_one_mean_and_of_several() -> None:
     ],
 )
 def test_terms_of_anything_else(value: Any) -> None:
-    with pytest.raises(TypeError, match=r"my_loss returned .*a loss returns \(Mean, metrics\)"):
+    with pytest.raises(LossResultError, match=r"my_loss returned .*A loss returns \(Mean, metrics\)"):
         terms_of("my_loss", value)
 
 
@@ -408,7 +409,7 @@ def test_a_part_that_needs_an_output_makes_the_composition_need_it(trainer: Trai
 
 def test_needs_that_are_none(trainer: Trainer) -> None:
     params = trainer.load()
-    with pytest.raises(MissingOutput, match=r"forward: needs is 'logprobs'; give a collection of names"):
+    with pytest.raises(ArgumentError, match=r"forward: needs is 'logprobs'; give several entries, each a text"):
         trainer.forward(params, batch_of(), "logprobs")
     with pytest.raises(MissingOutput, match=r"forward: it needs top_k\(4\) and top_k\(8\), and one of them at a time"):
         trainer.forward(params, batch_of(), {top_k(4), top_k(8)})
