@@ -53,10 +53,13 @@ class Car:
 
 
 def test_what_fits_passes() -> None:
-    assert drive(Engine(), 2, gears=np.int64(3), mode="sport", stops=["a"], plan=float) == (2, 3)
-    assert drive(Engine(), speed=np.float32(2.5)) == (2.5, 5)
+    three: Any = np.int64(3)
+    half: Any = np.float32(2.5)
+    doors: Any = [1, 2]
+    assert drive(Engine(), 2, gears=three, mode="sport", stops=["a"], plan=float) == (2, 3)
+    assert drive(Engine(), speed=half) == (2.5, 5)
     assert Car(load=5).load == 5
-    assert attrs.evolve(Car(), doors=[1, 2]).doors == [1, 2]
+    assert attrs.evolve(Car(), doors=doors).doors == doors
 
 
 WRONG: list[tuple[str, Any, str]] = [
@@ -80,7 +83,7 @@ WRONG: list[tuple[str, Any, str]] = [
 
 @pytest.mark.parametrize(("argument", "value", "message"), WRONG)
 def test_what_does_not_fit_is_named_with_the_remedy(argument: str, value: Any, message: str) -> None:
-    given = {"engine": Engine(), "speed": 1.0} | {argument: value}
+    given: dict[str, Any] = {"engine": Engine(), "speed": 1.0} | {argument: value}
     with pytest.raises(ArgumentError) as raised:
         drive(**given)
     assert raised.value.argument == argument

@@ -211,10 +211,11 @@ def called(loss: Loss, batch: Batch, outputs: Mapping[str, Tensor]) -> dict[str,
             "Read out['logprobs'], [B, T], the log-probability of each token"
         ) from error
     except AttributeError as error:
-        if not isinstance(error.obj, TensorDict) or error.name not in {*out.keys(), *batch.keys()}:
+        key = str(error.name)
+        if not isinstance(error.obj, TensorDict) or key not in {*out.keys(), *batch.keys()}:
             raise
-        whole = "out" if error.name in out.keys() else "batch"
-        raise MissingOutput(f"{name}: write {whole}['{error.name}'] for {whole}.{error.name}") from error
+        owner = "out" if key in out.keys() else "batch"
+        raise MissingOutput(f"{name}: write {owner}['{key}'] for {owner}.{key}") from error
     except KeyError as error:
         missing = re.match(r".*key \"(.+)\" not found in TensorDict with keys \[(.*)\]", str(*error.args[:1]))
         if missing is None:
