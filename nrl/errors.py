@@ -1,12 +1,15 @@
 """The exceptions of nrl, in one tree.
 
     NrlError
+    ├── ArgumentError (TypeError, ValueError)  an argument of the wrong type, out of its range, or of an unknown name
     ├── BatchError (ValueError)           a batch or a column is not what a function can work with
     │   ├── MissingColumn (KeyError)      a function read a column that the batch does not have
     │   ├── ColumnError                   a known column with the wrong dtype or shape
     │   └── MutatedBatch                  NRL_DEBUG=1 caught a function that wrote into its argument
     ├── LossError                         a loss breaks the rules that make it layout invariant
     │   ├── WeightError                   its weight is not a sum over rows of the batch alone
+    │   ├── LossResultError (TypeError)   it takes or returns something other than a loss does
+    │   ├── NoGradient                    its value does not depend on any output of the model
     │   ├── NotFinite                     its value or gradient is NaN or infinite
     │   └── MissingOutput (KeyError)      it needs an output that this backend cannot provide
     ├── StateError                        a handle used against the rules of linear state
@@ -33,7 +36,7 @@
     ├── RolloutMismatch                   trainer and sampler disagree about sampled tokens by more than a run allows
     └── EnvError                          an environment or verifier broke its contract
 
-Arguments that no value could make right are Python's own ValueError and TypeError.
+An `ArgumentError` is both of Python's own ValueError and TypeError, so either catches it.
 
 Every message names the function, the column or field, what was found, and what to do. All of them survive pickling,
 because on a cluster they travel between processes.
@@ -42,6 +45,7 @@ because on a cluster they travel between processes.
 from collections.abc import Iterable
 
 __all__ = [
+    "ArgumentError",
     "BatchError",
     "CheckpointError",
     "ClosedCluster",
@@ -58,12 +62,14 @@ __all__ = [
     "ForeignState",
     "GenerationError",
     "LossError",
+    "LossResultError",
     "LostActor",
     "LostRequest",
     "MissingColumn",
     "MissingOutput",
     "ModelError",
     "MutatedBatch",
+    "NoGradient",
     "NotDeterministic",
     "NotFinite",
     "NrlError",
@@ -79,6 +85,26 @@ __all__ = [
 
 class NrlError(Exception):
     """The root of every exception that nrl raises on purpose."""
+
+
+class ArgumentError(NrlError, TypeError, ValueError):
+    """An argument has the wrong type, is out of its range, or has a name that the function does not know.
+
+    Args:
+        message: all of it.
+        argument: its name; empty: the error is not about one alone.
+
+    >>> error = ArgumentError("batched: n is 2.5; give a whole number", "n")
+    >>> str(error), error.argument
+    ('batched: n is 2.5; give a whole number', 'n')
+    """
+
+    def __init__(self, message: str, argument: str = "") -> None:
+        self.argument = argument
+        super().__init__(message, argument)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class BatchError(NrlError, ValueError):
@@ -132,6 +158,14 @@ class WeightError(LossError):
 
 class NotFinite(LossError):
     """A loss, a gradient or a reward is NaN or infinite."""
+
+
+class LossResultError(LossError, TypeError):
+    """A loss has other parameters than ``(out, batch)``, or returns something other than ``(Mean, metrics)``."""
+
+
+class NoGradient(LossError):
+    """The value of a loss does not depend on any output of the model, so a step would change nothing."""
 
 
 class MissingOutput(LossError, KeyError):

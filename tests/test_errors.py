@@ -32,11 +32,11 @@ def test_the_tree_in_the_docstring_is_the_real_tree() -> None:
     drawn = {}
     path: list[str] = []
     for line in (errors.__doc__ or "").splitlines():
-        match = re.match(r"    ([│├└─ ]*)([A-Z]\w+)(?: \((\w+)\))?(?:  |$)", line)
+        match = re.match(r"    ([│├└─ ]*)([A-Z]\w+)(?: \(([\w, ]+)\))?(?:  |$)", line)
         if match:
-            prefix, name, mixin = match.groups()
+            prefix, name, mixins = match.groups()
             path = [*path[: len(prefix) // 4], name]
-            drawn[name] = {parent for parent in (path[-2] if len(path) > 1 else "Exception", mixin) if parent}
+            drawn[name] = {path[-2] if len(path) > 1 else "Exception", *(mixins.split(", ") if mixins else ())}
     real = {cls.__name__: {base.__name__ for base in cls.__bases__} for cls in CLASSES}
     assert drawn == real
 

@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[1]
 # A room imports from its own line and from the lines above it, and neither rooms nor modules import each other in a
 # circle, imports within functions counted. A module is in the room with the longest name that its own begins with.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "imports", "files", "lazy"),
+    ("errors", "imports", "lazy"),
+    ("arguments", "files", "flags"),
     ("reduce", "batch"),
     ("algos", "config", "log", "envs"),
     (

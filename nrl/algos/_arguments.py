@@ -1,7 +1,10 @@
 """Checks of the arguments of losses and their parts, with the same messages everywhere."""
 
 import math
+from numbers import Real
 from typing import Any
+
+from nrl.errors import ArgumentError
 
 __all__ = ["in_unit_interval", "not_negative", "positive", "smoothing_below_half", "weighted"]
 
@@ -10,56 +13,55 @@ def positive(reader: str, name: str, value: float) -> None:
     """Check that a number is positive and finite.
 
     Raises:
-        ValueError: it is not.
+        ArgumentError: it is not.
     """
     if not 0 < value < math.inf:
-        raise ValueError(f"{reader}: {name} is {value}; it must be positive and finite")
+        raise ArgumentError(f"{reader}: {name} is {value}; it must be positive and finite", name)
 
 
 def not_negative(reader: str, name: str, value: float) -> None:
     """Check that a number is finite and at least 0.
 
     Raises:
-        ValueError: it is not.
+        ArgumentError: it is not.
     """
     if not 0 <= value < math.inf:
-        raise ValueError(f"{reader}: {name} is {value}; it must be finite and at least 0")
+        raise ArgumentError(f"{reader}: {name} is {value}; it must be finite and at least 0", name)
 
 
 def in_unit_interval(reader: str, name: str, value: float) -> None:
     """Check that a number is between 0 and 1.
 
     Raises:
-        ValueError: it is not.
+        ArgumentError: it is not.
     """
     if not 0 <= value <= 1:
-        raise ValueError(f"{reader}: {name} is {value}; it must be between 0 and 1")
+        raise ArgumentError(f"{reader}: {name} is {value}; it must be between 0 and 1", name)
 
 
 def weighted(reader: str, what: str, terms: tuple[Any, ...]) -> None:
     """Check that every term is a pair of a finite coefficient and a function.
 
     Raises:
-        ValueError: there are no terms, or a coefficient is not finite.
-        TypeError: a term is not such a pair.
+        ArgumentError: there are no terms, a term is not such a pair, or a coefficient is not finite.
     """
     if not terms:
-        raise ValueError(f"{reader}: there are no terms; give pairs (coefficient, {what})")
+        raise ArgumentError(f"{reader}: there are no terms; give pairs (coefficient, {what})")
     for number, term in enumerate(terms, 1):
         if not isinstance(term, tuple) or len(term) != 2 or not callable(term[1]):
-            raise TypeError(f"{reader}: term {number} is {term!r}; give a pair (coefficient, {what})")
-        if not math.isfinite(term[0]):
-            raise ValueError(f"{reader}: the coefficient of term {number} is {term[0]}; it must be finite")
+            raise ArgumentError(f"{reader}: term {number} is {term!r}; give a pair (coefficient, {what})")
+        if not isinstance(term[0], Real) or not math.isfinite(term[0]):
+            raise ArgumentError(f"{reader}: the coefficient of term {number} is {term[0]}; it must be finite")
 
 
 def smoothing_below_half(reader: str, value: float) -> None:
     """Check the probability of a wrong label: labels must be right more often than wrong.
 
     Raises:
-        ValueError: they are not, or it is not a probability.
+        ArgumentError: they are not, or it is not a probability.
     """
     if not 0 <= value < 0.5:
-        raise ValueError(
+        raise ArgumentError(
             f"{reader}: smoothing is {value}; it must be at least 0 and less than 0.5, how probable it is that a label "
             "is wrong"
         )

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from nrl.algos.loss_contract import by_episode
 from nrl.algos.masking import masked
-from nrl.errors import BatchError
+from nrl.arguments import checked
+from nrl.errors import ArgumentError, BatchError
 from nrl.reduce import Mean
 
 __all__ = ["Aggregate", "seq_mean", "seq_sum", "token_mean"]
@@ -96,6 +97,7 @@ def seq_mean(x: Tensor, mask: Tensor, shares: Tensor | None = None) -> Mean:
     return Mean((weights.to(sums.dtype) * means).sum(), weights.sum().to(sums.dtype))
 
 
+@checked("seq_sum", finite=False)
 def seq_sum(norm: float) -> Callable[..., Mean]:
     """The mean over rows of each row's sum over a constant: a token counts the same in rows of any length.
 
@@ -121,7 +123,7 @@ def seq_sum(norm: float) -> Callable[..., Mean]:
     [7.0, 2.0]
     """
     if not 0 < norm < math.inf:
-        raise ValueError(f"seq_sum: norm is {norm}; it must be positive and finite, such as the longest completion")
+        raise ArgumentError(f"seq_sum: norm is {norm}; it must be positive and finite, such as the longest completion")
 
     @by_episode
     def seq_sum(x: Tensor, mask: Tensor, shares: Tensor | None = None) -> Mean:

@@ -9,8 +9,9 @@ from torch import Tensor
 from nrl.algos._rows import check_finite, episodes, row_rewards
 from nrl.algos.estimators import Estimator
 from nrl.algos.groups import group_center, group_normalize
+from nrl.arguments import checked
 from nrl.batch import Batch, require
-from nrl.errors import BatchError
+from nrl.errors import ArgumentError, BatchError
 
 __all__ = ["gdpo", "greedy_baseline", "optimal_baseline"]
 
@@ -98,6 +99,7 @@ def greedy_baseline(batch: Batch) -> Tensor:
     return each.tokens(found.to(rewards.dtype), batch["loss_mask"])
 
 
+@checked("gdpo", finite=False)
 def gdpo(weights: Sequence[float] | None = None) -> Estimator:
     """Several rewards, each normalized in its group before they are added (GDPO).
 
@@ -134,7 +136,7 @@ def gdpo(weights: Sequence[float] | None = None) -> Estimator:
     """
     given = None if weights is None else torch.tensor(list(weights), dtype=torch.float64)
     if given is not None and (len(given) == 0 or not all(map(math.isfinite, given.tolist()))):
-        raise ValueError(f"gdpo: weights is {weights}; it must be finite numbers, one for each reward")
+        raise ArgumentError(f"gdpo: weights is {weights}; it must be finite numbers, one for each reward")
 
     def gdpo(batch: Batch) -> Tensor:
         require(batch, "rewards", "group_ids", "loss_mask", reader="gdpo")

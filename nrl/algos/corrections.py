@@ -17,6 +17,8 @@ from torch import Tensor
 from nrl.algos._reductions import row_means
 from nrl.algos.masking import masked
 from nrl.algos.ratios import bounded
+from nrl.arguments import checked
+from nrl.errors import ArgumentError
 
 __all__ = ["Correction", "icepop", "importance_mask", "sequence_mask", "sequence_truncate", "times", "truncate"]
 
@@ -30,14 +32,15 @@ def _ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
 
 def _check_largest(reader: str, c: float) -> None:
     if not c > 0:
-        raise ValueError(f"{reader}: c is {c}; it is the largest weight, so it must be greater than 0")
+        raise ArgumentError(f"{reader}: c is {c}; it is the largest weight, so it must be greater than 0")
 
 
 def _check_range(reader: str, low: float, high: float) -> None:
     if not 0 <= low < high <= math.inf:
-        raise ValueError(f"{reader}: low is {low} and high is {high}; they are ratios, so 0 <= low < high must hold")
+        raise ArgumentError(f"{reader}: low is {low} and high is {high}; they are ratios, so 0 <= low < high must hold")
 
 
+@checked("truncate", finite=False)
 def truncate(c: float) -> Correction:
     """Truncated importance sampling (TIS).
 
@@ -70,6 +73,7 @@ def truncate(c: float) -> Correction:
     return truncate
 
 
+@checked("icepop", finite=False)
 def icepop(low: float, high: float) -> Correction:
     """Leave out tokens on which sampler and trainer disagree too much, on either side.
 
@@ -101,6 +105,7 @@ def icepop(low: float, high: float) -> Correction:
     return icepop
 
 
+@checked("importance_mask", finite=False)
 def importance_mask(c: float) -> Correction:
     """Masked importance sampling (MIS): leave out tokens whose ratio is too large, which `truncate` would bound.
 
@@ -125,7 +130,7 @@ def importance_mask(c: float) -> Correction:
     [[0.25, 1.0, 0.0]]
     """
     if not c > 0:
-        raise ValueError(f"importance_mask: c is {c}; it is the largest ratio that counts, so it must be positive")
+        raise ArgumentError(f"importance_mask: c is {c}; it is the largest ratio that counts, so it must be positive")
 
     def importance_mask(log_ratio: Tensor, mask: Tensor) -> Tensor:
         ratio = _ratio(log_ratio, mask)
@@ -134,6 +139,7 @@ def importance_mask(c: float) -> Correction:
     return importance_mask
 
 
+@checked("sequence_truncate", finite=False)
 def sequence_truncate(c: float) -> Correction:
     """Truncated importance sampling of whole rows (sequence TIS): the product over a row's tokens, at all of them.
 
@@ -166,6 +172,7 @@ def sequence_truncate(c: float) -> Correction:
     return sequence_truncate
 
 
+@checked("sequence_mask", finite=False)
 def sequence_mask(low: float, high: float) -> Correction:
     """Leave out rows on which sampler and trainer disagree too much on the average of tokens.
 

@@ -8,12 +8,14 @@ from nrl.algos._reductions import aggregated
 from nrl.algos.aggregate import Aggregate, token_mean
 from nrl.algos.loss_contract import MeanLoss, named, needs
 from nrl.algos.masking import masked, masked_column
+from nrl.arguments import checked
 from nrl.batch import Batch, require
 from nrl.reduce import Mean, Metrics
 
 __all__ = ["explained_variance", "value_loss"]
 
 
+@checked("value_loss", finite=False)
 def value_loss(clip: float | None = None, *, aggregate: Aggregate = token_mean) -> MeanLoss:
     """The squared error of the values against the returns, optionally clipped.
 

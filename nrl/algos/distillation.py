@@ -16,8 +16,9 @@ from nrl.algos.aggregate import Aggregate, token_mean
 from nrl.algos.divergences import log1mexp
 from nrl.algos.loss_contract import MeanLoss, logprobs_at, name_of, named, needs
 from nrl.algos.masking import masked
+from nrl.arguments import checked
 from nrl.batch import Batch, require
-from nrl.errors import BatchError
+from nrl.errors import ArgumentError, BatchError
 from nrl.reduce import Mean, Metrics
 
 __all__ = ["Distance", "distillation_loss", "forward_kl", "jsd", "reverse_kl", "with_tail"]
@@ -88,6 +89,7 @@ def reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
     return _kl(student, teacher)
 
 
+@checked("jsd", finite=False)
 def jsd(beta: float) -> Distance:
     """The generalised Jensen-Shannon divergence, between the two KLs.
 
@@ -109,7 +111,7 @@ def jsd(beta: float) -> Distance:
     0.0338
     """
     if not 0 < beta < 1:
-        raise ValueError(
+        raise ArgumentError(
             f"jsd: beta is {beta}; it is the teacher's part of the mixture, between 0 and 1. For the ends take "
             "forward_kl and reverse_kl"
         )

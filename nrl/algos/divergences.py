@@ -17,6 +17,7 @@ from torch import Tensor
 from nrl.algos._arguments import not_negative, positive
 from nrl.algos.masking import masked, masked_column
 from nrl.algos.ratios import Ratio, bounded, token_ratio
+from nrl.arguments import checked
 from nrl.batch import Batch
 
 __all__ = [
@@ -162,6 +163,7 @@ def binary_kl(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
     return (mu * (other_logprobs - logprobs) + rest).clamp(min=0)
 
 
+@checked("kl", finite=False)
 def kl(estimator: Divergence, coef: float) -> Penalty:
     """A penalty on the divergence from the reference, ``coef`` times an estimator, for `policy_loss`.
 
@@ -236,6 +238,7 @@ class Controller(NamedTuple):
     update: Callable[[float, float, int], float]
 
 
+@checked("adaptive_kl", finite=False)
 def adaptive_kl(init: float, target: float, horizon: float) -> Controller:
     """A coefficient of a KL penalty that grows while the KL is above its target, and shrinks while it is below.
 

@@ -4,6 +4,7 @@
 `weighted_sum` compose them, and `advantages` writes the column.
 """
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 
@@ -17,8 +18,9 @@ from nrl.algos.kl_rewards import sampled_logprobs
 from nrl.algos.loss_contract import name_of
 from nrl.algos.masking import masked
 from nrl.algos.returns import discounted_returns, gae, whiten
+from nrl.arguments import checked
 from nrl.batch import Batch, assign, require, unchanged
-from nrl.errors import NotFinite
+from nrl.errors import ArgumentError, NotFinite
 
 __all__ = [
     "Estimator",
@@ -87,6 +89,7 @@ def from_rewards(fn: GroupFunction) -> Estimator:
 _NORMALIZED = from_rewards(group_normalize)
 
 
+@checked("advantages")
 def advantages(batch: Batch, estimator: Estimator = _NORMALIZED) -> Batch:
     """Add the column ``advantages``; by default GRPO's, ``from_rewards(group_normalize)``.
 
@@ -112,6 +115,14 @@ def advantages(batch: Batch, estimator: Estimator = _NORMALIZED) -> Batch:
     >>> advantages(batch, from_rewards(leave_one_out))["advantages"].tolist()
     [[0.0, 2.0], [0.0, -2.0]]
     """
+    try:
+        inspect.signature(estimator).bind(batch)
+    except TypeError:
+        name = name_of(estimator)
+        raise ArgumentError(
+            f"advantages: the estimator {name} takes rewards and groups, and not a batch; give from_rewards({name})",
+            "estimator",
+        ) from None
     with unchanged(batch, name_of(estimator)):
         found = estimator(batch)
     added = assign(batch, advantages=found)
@@ -126,6 +137,7 @@ def advantages(batch: Batch, estimator: Estimator = _NORMALIZED) -> Batch:
     return added
 
 
+@checked("from_token_rewards", finite=False)
 def from_token_rewards(gamma: float = 1.0) -> Estimator:
     """An estimator from token rewards: the discounted return of each token, without a baseline.
 

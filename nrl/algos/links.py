@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from nrl.algos._arguments import not_negative, positive, smoothing_below_half
+from nrl.arguments import checked
+from nrl.errors import ArgumentError
 
 __all__ = ["Link", "hinge", "log_sigmoid", "robust_log_sigmoid", "squared"]
 
@@ -17,6 +19,7 @@ type Link = Callable[[Tensor], Tensor]
 """``margin [P] -> loss [P]``, element by element."""
 
 
+@checked("log_sigmoid", finite=False)
 def log_sigmoid(margin: float = 0.0, smoothing: float = 0.0) -> Link:
     """The negative log-likelihood of a preference under the model of Bradley and Terry, with a margin to reach.
 
@@ -51,6 +54,7 @@ def log_sigmoid(margin: float = 0.0, smoothing: float = 0.0) -> Link:
     return log_sigmoid
 
 
+@checked("robust_log_sigmoid", finite=False)
 def robust_log_sigmoid(smoothing: float) -> Link:
     """A negative log-likelihood for labels flipped at random: on average it is that of the right labels.
 
@@ -82,6 +86,7 @@ def robust_log_sigmoid(smoothing: float) -> Link:
     return robust_log_sigmoid
 
 
+@checked("squared", finite=False)
 def squared(target: float) -> Link:
     """The squared distance of a difference from its target.
 
@@ -103,7 +108,7 @@ def squared(target: float) -> Link:
     [4.0, 0.0, 9.0]
     """
     if not math.isfinite(target):
-        raise ValueError(f"squared: target is {target}; it must be finite")
+        raise ArgumentError(f"squared: target is {target}; it must be finite")
 
     def squared(difference: Tensor) -> Tensor:
         return (difference - target).square()
@@ -111,6 +116,7 @@ def squared(target: float) -> Link:
     return squared
 
 
+@checked("hinge", finite=False)
 def hinge(margin: float = 1.0) -> Link:
     """The shortfall of a difference from a margin; beyond the margin, loss and gradient are 0.
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nrl.algos._arguments import weighted
 from nrl.batch import Batch, require
+from nrl.errors import ArgumentError
 from nrl.reduce import Mean, Metrics
 
 __all__ = [
@@ -83,7 +84,7 @@ def needs[F: Callable[..., Any]](*outputs: str) -> Callable[[F], F]:
     ['entropy']
     """
     if any(callable(output) for output in outputs):
-        raise TypeError("needs: give the names of outputs and then decorate: @needs('entropy')")
+        raise ArgumentError("needs: give the names of outputs and then decorate: @needs('entropy')")
 
     def decorate(fn: F) -> F:
         fn.__dict__["needs"] = _union(needed(fn), outputs)

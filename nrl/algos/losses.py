@@ -23,7 +23,9 @@ from nrl.algos.ratios import (
 )
 from nrl.algos.selections import Selection
 from nrl.algos.surrogates import Surrogate, cispo, clip, dppo, reinforce, sapo, vespo
+from nrl.arguments import checked, described
 from nrl.batch import Batch
+from nrl.errors import ArgumentError
 from nrl.reduce import Mean, Metrics
 
 __all__ = [
@@ -40,6 +42,17 @@ __all__ = [
     "sapo_loss",
     "vespo_loss",
 ]
+
+
+_EXAMPLES = {
+    "surrogate": "clip(0.2)",
+    "ratio": "token_ratio",
+    "penalty": "kl(k2, 0.1)",
+    "correction": "truncate(2.0)",
+    "keep": "opsm(0.1)",
+    "aggregate": "token_mean",
+}
+"""What the parts of `policy_loss` may be, for errors."""
 
 
 def policy_loss(
@@ -88,7 +101,9 @@ def policy_loss(
     parts = {"surrogate": surrogate, "ratio": ratio, "penalty": penalty, "correction": correction, "keep": keep}
     for part, value in (parts | {"aggregate": aggregate}).items():
         if value is not None and not callable(value):
-            raise TypeError(f"policy_loss: {part} is {value!r}; it is a function, such as clip(0.2) as the surrogate")
+            raise ArgumentError(
+                f"policy_loss: {part} is {described(value)}; it is a function, such as {_EXAMPLES[part]}", part
+            )
 
     @needs(*needed(surrogate, ratio, penalty, correction, keep, aggregate))
     def policy_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
@@ -177,6 +192,7 @@ dapo_loss = named(
 )
 
 
+@checked("dr_grpo_loss", finite=False)
 def dr_grpo_loss(norm: float) -> MeanLoss:
     """Dr. GRPO's loss, without a mean's length bias: ``policy_loss(clip(0.2), aggregate=seq_sum(norm))``.
 

@@ -15,7 +15,7 @@ from nrl.algos._reductions import token_max
 from nrl.algos.aggregate import token_mean
 from nrl.algos.masking import masked
 from nrl.batch import Batch
-from nrl.errors import ConfigError, RolloutMismatch
+from nrl.errors import ArgumentError, ConfigError, RolloutMismatch
 from nrl.reduce import Ess, Metrics
 
 __all__ = ["check_mismatch", "mismatch_metrics"]
@@ -112,7 +112,7 @@ def check_mismatch(numbers: Mapping[str, float], bound: float) -> None:
     if "mismatch/kl" not in numbers:
         if numbers.get("skipped"):
             return
-        raise ValueError(
+        raise ArgumentError(
             "check_mismatch: there is no 'mismatch/kl' among the numbers, so they cannot be bounded. Give it what "
             "run.log returns of the metrics of train_step, for a batch with the column 'rollout_logprobs'"
         )

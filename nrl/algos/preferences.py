@@ -9,6 +9,7 @@ from nrl.algos.links import Link, hinge, log_sigmoid, robust_log_sigmoid, square
 from nrl.algos.loss_contract import Loss, MeanLoss, add, named
 from nrl.algos.pairs import chosen_nll, preference_loss
 from nrl.algos.scores import Score, implicit_reward, log_likelihood, log_odds, mean_implicit_reward, mean_log_likelihood
+from nrl.arguments import checked
 
 __all__ = [
     "cdpo_loss",
@@ -29,6 +30,7 @@ def _preference(name: str, what: str, score: Score, link: Link) -> MeanLoss:
     return named(name, f"{what}; see `nrl.algos.{name}`.", preference_loss(score, link))
 
 
+@checked("dpo_loss", finite=False)
 def dpo_loss(beta: float) -> MeanLoss:
     """Direct preference optimization: ``preference_loss(implicit_reward(beta), log_sigmoid())``.
 
@@ -59,6 +61,7 @@ def dpo_loss(beta: float) -> MeanLoss:
     return _preference("dpo_loss", "DPO", implicit_reward(beta), log_sigmoid())
 
 
+@checked("length_normalized_dpo_loss", finite=False)
 def length_normalized_dpo_loss(beta: float) -> MeanLoss:
     """DPO on log-ratios a token: ``preference_loss(mean_implicit_reward(beta), log_sigmoid())``.
 
@@ -89,6 +92,7 @@ def length_normalized_dpo_loss(beta: float) -> MeanLoss:
     return _preference("length_normalized_dpo_loss", "Length-normalized DPO", mean_implicit_reward(beta), log_sigmoid())
 
 
+@checked("cdpo_loss", finite=False)
 def cdpo_loss(beta: float, smoothing: float) -> MeanLoss:
     """Conservative DPO: DPO with smoothed labels, for labels that are sometimes wrong.
 
@@ -122,6 +126,7 @@ def cdpo_loss(beta: float, smoothing: float) -> MeanLoss:
     return _preference("cdpo_loss", "cDPO", implicit_reward(beta), log_sigmoid(smoothing=smoothing))
 
 
+@checked("robust_dpo_loss", finite=False)
 def robust_dpo_loss(beta: float, smoothing: float) -> MeanLoss:
     """Robust DPO (rDPO): with some labels flipped, its expectation is that of DPO on the right labels.
 
@@ -154,6 +159,7 @@ def robust_dpo_loss(beta: float, smoothing: float) -> MeanLoss:
     return _preference("robust_dpo_loss", "Robust DPO", implicit_reward(beta), robust_log_sigmoid(smoothing))
 
 
+@checked("ipo_loss", finite=False)
 def ipo_loss(beta: float) -> MeanLoss:
     """Identity preference optimization: a target for the difference of log-ratios, rather than a lower bound.
 
@@ -186,6 +192,7 @@ def ipo_loss(beta: float) -> MeanLoss:
     return _preference("ipo_loss", "IPO", implicit_reward(1.0), squared(1 / (2 * beta)))
 
 
+@checked("length_normalized_ipo_loss", finite=False)
 def length_normalized_ipo_loss(beta: float) -> MeanLoss:
     """IPO on log-ratios a token, so that the target does not depend on the length of the answers.
 
@@ -218,6 +225,7 @@ def length_normalized_ipo_loss(beta: float) -> MeanLoss:
     )
 
 
+@checked("hinge_loss", finite=False)
 def hinge_loss(beta: float) -> MeanLoss:
     """DPO with the hinge of a support vector machine: ``preference_loss(implicit_reward(beta), hinge())``.
 
@@ -251,6 +259,7 @@ def hinge_loss(beta: float) -> MeanLoss:
     return _preference("hinge_loss", "The hinge loss", implicit_reward(beta), hinge())
 
 
+@checked("simpo_loss", finite=False)
 def simpo_loss(beta: float, gamma: float) -> MeanLoss:
     """Simple preference optimization: length-normalized, with a margin and without a reference.
 
@@ -282,6 +291,7 @@ def simpo_loss(beta: float, gamma: float) -> MeanLoss:
     return _preference("simpo_loss", "SimPO", mean_log_likelihood(beta), log_sigmoid(gamma))
 
 
+@checked("cpo_loss", finite=False)
 def cpo_loss(beta: float, alpha: float = 1.0, aggregate: Aggregate = token_mean) -> Loss:
     """Contrastive preference optimization: DPO without a reference, and supervised fine-tuning on the chosen answers.
 
@@ -318,6 +328,7 @@ def cpo_loss(beta: float, alpha: float = 1.0, aggregate: Aggregate = token_mean)
     return _with_nll("cpo_loss", "CPO", (1.0, preference), (alpha, chosen_nll(aggregate)))
 
 
+@checked("orpo_loss", finite=False)
 def orpo_loss(coef: float, aggregate: Aggregate = seq_mean) -> Loss:
     """Odds ratio preference optimization: supervised fine-tuning that also prefers, without a reference.
 
@@ -352,6 +363,7 @@ def orpo_loss(coef: float, aggregate: Aggregate = seq_mean) -> Loss:
     return _with_nll("orpo_loss", "ORPO", (coef, preference), (1.0, chosen_nll(aggregate)))
 
 
+@checked("rpo_loss", finite=False)
 def rpo_loss(beta: float, alpha: float = 1.0, aggregate: Aggregate = seq_mean) -> Loss:
     """Iterative reasoning preference optimization: DPO and supervised fine-tuning on the chosen answers.
 

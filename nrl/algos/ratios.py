@@ -12,7 +12,9 @@ from torch import Tensor
 
 from nrl.algos._reductions import row_means
 from nrl.algos.masking import masked, masked_column
+from nrl.arguments import checked
 from nrl.batch import Batch, require
+from nrl.errors import ArgumentError
 
 __all__ = [
     "Ratio",
@@ -178,6 +180,7 @@ def product_ratio(ratio: Ratio) -> Ratio:
     return product_ratio
 
 
+@checked("geometric_ratio", finite=False)
 def geometric_ratio(low: float, high: float | None = None) -> Ratio:
     """The geometric mean of a row's ratios, each clipped where that lowers the objective, the same at all its tokens.
 
@@ -206,7 +209,9 @@ def geometric_ratio(low: float, high: float | None = None) -> Ratio:
     high = low if high is None else high
     for name, bound in (("low", low), ("high", high)):
         if not bound >= 0:
-            raise ValueError(f"geometric_ratio: {name} is {bound}; it is a distance in nats, so it must be at least 0")
+            raise ArgumentError(
+                f"geometric_ratio: {name} is {bound}; it is a distance in nats, so it must be at least 0", name
+            )
 
     def geometric_ratio(logprobs: Tensor, batch: Batch) -> Tensor:
         tokens = token_ratio(logprobs, batch)

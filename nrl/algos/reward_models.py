@@ -8,6 +8,7 @@ from nrl.algos._arguments import not_negative
 from nrl.algos._compared import compared, counted_pairs
 from nrl.algos.loss_contract import MeanLoss, name_of, named, needs
 from nrl.algos.masking import masked
+from nrl.arguments import checked
 from nrl.batch import Batch
 from nrl.errors import BatchError
 from nrl.reduce import Mean, Metrics
@@ -15,6 +16,7 @@ from nrl.reduce import Mean, Metrics
 __all__ = ["bradley_terry_loss", "reward_model_loss"]
 
 
+@checked("bradley_terry_loss", finite=False)
 def bradley_terry_loss(centering: float = 0.0) -> MeanLoss:
     """The negative log-likelihood of preferences under the model of Bradley and Terry, with rewards near 0.
 

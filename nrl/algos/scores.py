@@ -12,6 +12,7 @@ from torch import Tensor
 from nrl.algos._arguments import positive
 from nrl.algos._reductions import row_means
 from nrl.algos.masking import masked_column
+from nrl.arguments import checked
 from nrl.batch import Batch, require
 
 __all__ = ["Score", "implicit_reward", "log_likelihood", "log_odds", "mean_implicit_reward", "mean_log_likelihood"]
@@ -28,6 +29,7 @@ def _mean(x: Tensor, batch: TensorDict, reader: str) -> Tensor:
     return row_means(x, batch["loss_mask"]).squeeze(-1)
 
 
+@checked("implicit_reward", finite=False)
 def implicit_reward(beta: float) -> Score:
     """DPO's implicit reward: the reward under which theta is optimal, given a KL penalty of weight β to the reference.
 
@@ -60,6 +62,7 @@ def implicit_reward(beta: float) -> Score:
     return implicit_reward
 
 
+@checked("mean_implicit_reward", finite=False)
 def mean_implicit_reward(beta: float) -> Score:
     """The implicit reward per token, so that long answers do not count more.
 
@@ -91,6 +94,7 @@ def mean_implicit_reward(beta: float) -> Score:
     return mean_implicit_reward
 
 
+@checked("log_likelihood", finite=False)
 def log_likelihood(beta: float) -> Score:
     """The log-likelihood of an answer, without a reference.
 
@@ -120,6 +124,7 @@ def log_likelihood(beta: float) -> Score:
     return log_likelihood
 
 
+@checked("mean_log_likelihood", finite=False)
 def mean_log_likelihood(beta: float) -> Score:
     """The log-likelihood of an answer per token, without a reference.
 

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from nrl.algos._reductions import row_means
 from nrl.algos.masking import masked, masked_column
+from nrl.arguments import checked
 from nrl.batch import Batch
+from nrl.errors import ArgumentError
 
 __all__ = ["Selection", "opsm"]
 
@@ -19,6 +21,7 @@ type Selection = Callable[[Tensor, TensorDict], Tensor]
 """``(logprobs, batch) -> weight``, ``[*B, T]``; `policy_loss` detaches it."""
 
 
+@checked("opsm", finite=False)
 def opsm(delta: float) -> Selection:
     """Off-policy sequence masking: leave out bad rows that have become unlikely under theta.
 
@@ -45,7 +48,7 @@ def opsm(delta: float) -> Selection:
     [[0.0, 0.0], [1.0, 1.0]]
     """
     if not delta >= 0:
-        raise ValueError(f"opsm: delta is {delta}; it is a divergence in nats a token, so it must be at least 0")
+        raise ArgumentError(f"opsm: delta is {delta}; it is a divergence in nats a token, so it must be at least 0")
 
     def opsm(logprobs: Tensor, batch: Batch) -> Tensor:
         sampled = masked_column(batch, "rollout_logprobs", reader="opsm")

@@ -15,7 +15,9 @@ from torch import Tensor
 from nrl.algos._arguments import in_unit_interval, not_negative
 from nrl.algos._rows import check_finite, episodes, row_rewards, trained_tokens, valid_rows
 from nrl.algos.masking import masked
+from nrl.arguments import checked
 from nrl.batch import Batch, assign, require
+from nrl.errors import ArgumentError
 
 __all__ = [
     "Shaping",
@@ -35,6 +37,7 @@ type Shaping = Callable[[Batch], Batch]
 """``batch -> batch``, with other rewards, or with fewer tokens in ``loss_mask``."""
 
 
+@checked("scale_rewards", finite=False)
 def scale_rewards(factor: float, offset: float = 0.0) -> Shaping:
     """Multiply rewards by a factor, then add an offset.
 
@@ -57,7 +60,7 @@ def scale_rewards(factor: float, offset: float = 0.0) -> Shaping:
     """
     for name, value in (("factor", factor), ("offset", offset)):
         if not math.isfinite(value):
-            raise ValueError(f"scale_rewards: {name} is {value}; it must be finite")
+            raise ArgumentError(f"scale_rewards: {name} is {value}; it must be finite")
 
     def scale_rewards(batch: Batch) -> Batch:
         require(batch, "rewards", reader="scale_rewards")
@@ -66,6 +69,7 @@ def scale_rewards(factor: float, offset: float = 0.0) -> Shaping:
     return scale_rewards
 
 
+@checked("clip_rewards", finite=False)
 def clip_rewards(low: float, high: float) -> Shaping:
     """Bound rewards, so that no single reward can move the parameters far.
 
@@ -89,7 +93,7 @@ def clip_rewards(low: float, high: float) -> Shaping:
     [-10.0, 0.5, 10.0]
     """
     if not low <= high:
-        raise ValueError(f"clip_rewards: low is {low}; it must be at most high, which is {high}")
+        raise ArgumentError(f"clip_rewards: low is {low}; it must be at most high, which is {high}")
 
     def clip_rewards(batch: Batch) -> Batch:
         require(batch, "rewards", reader="clip_rewards")
@@ -98,6 +102,7 @@ def clip_rewards(low: float, high: float) -> Shaping:
     return clip_rewards
 
 
+@checked("overlong_penalty", finite=False)
 def overlong_penalty(limit: int, buffer: int) -> Shaping:
     """Lower the reward of answers that come near the length limit, by up to 1 (DAPO's soft overlong punishment).
 
@@ -129,7 +134,7 @@ def overlong_penalty(limit: int, buffer: int) -> Shaping:
     [1.0, 0.5, 0.0]
     """
     if not 1 <= buffer <= limit:
-        raise ValueError(f"overlong_penalty: buffer is {buffer}; it must be between 1 and limit, which is {limit}")
+        raise ArgumentError(f"overlong_penalty: buffer is {buffer}; it must be between 1 and limit, which is {limit}")
 
     def overlong_penalty(batch: Batch) -> Batch:
         rewards, lengths = _lengths(batch, "overlong_penalty")
@@ -145,6 +150,7 @@ def _lengths(batch: Batch, reader: str) -> tuple[Tensor, Tensor]:
     return row_rewards(batch, reader=reader), each.rows(each.sums(batch["loss_mask"].sum(-1).double()))
 
 
+@checked("stop_properly", finite=False)
 def stop_properly(coef: float) -> Shaping:
     """Multiply the rewards of truncated episodes by a factor, so that it pays to finish (NeMo RL).
 
@@ -186,6 +192,7 @@ def _anywhere(batch: Batch, marked: Tensor, reader: str) -> Tensor:
     return each.rows(each.sums(marked.long())) > 0
 
 
+@checked("length_penalty", finite=False)
 def length_penalty(weight: float, threshold: float = 0.0) -> Shaping:
     """Raise the reward of the shorter answers of a group and lower that of the longer ones (Kimi k1.5).
 
@@ -217,7 +224,7 @@ def length_penalty(weight: float, threshold: float = 0.0) -> Shaping:
     """
     not_negative("length_penalty", "weight", weight)
     if math.isnan(threshold):
-        raise ValueError(f"length_penalty: threshold is {threshold}; it must be a number")
+        raise ArgumentError(f"length_penalty: threshold is {threshold}; it must be a number")
 
     def length_penalty(batch: Batch) -> Batch:
         require(batch, "group_ids", reader="length_penalty")
@@ -282,6 +289,7 @@ def mask_greedy(batch: Batch) -> Batch:
     return assign(batch, loss_mask=batch["loss_mask"] & (batch["temperature"] != 0).unsqueeze(-1))
 
 
+@checked("top_entropy", finite=False)
 def top_entropy(fraction: float) -> Shaping:
     """Train only on the tokens at which the policy was least certain, after `advantages`.
 
@@ -312,7 +320,7 @@ def top_entropy(fraction: float) -> Shaping:
     [[False, False, True, False, True]]
     """
     if not 0 < fraction <= 1:
-        raise ValueError(f"top_entropy: fraction is {fraction}; it must be greater than 0 and at most 1")
+        raise ArgumentError(f"top_entropy: fraction is {fraction}; it must be greater than 0 and at most 1")
 
     def top_entropy(batch: Batch) -> Batch:
         require(batch, "entropy", "loss_mask", reader="top_entropy")
@@ -327,6 +335,7 @@ def top_entropy(fraction: float) -> Shaping:
     return top_entropy
 
 
+@checked("keep_at_least", finite=False)
 def keep_at_least(threshold: float) -> Shaping:
     """Mark rows with too small a reward invalid, for supervised fine-tuning on the others (rejection sampling).
 
@@ -352,7 +361,7 @@ def keep_at_least(threshold: float) -> Shaping:
     [False, True, True]
     """
     if math.isnan(threshold):
-        raise ValueError(f"keep_at_least: threshold is {threshold}; it must be a number")
+        raise ArgumentError(f"keep_at_least: threshold is {threshold}; it must be a number")
 
     def keep_at_least(batch: Batch) -> Batch:
         rewards = row_rewards(batch, reader="keep_at_least")

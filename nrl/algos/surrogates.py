@@ -13,6 +13,8 @@ from torch import Tensor
 
 from nrl.algos.divergences import Divergence, binary_tv
 from nrl.algos.ratios import bounded
+from nrl.arguments import checked
+from nrl.errors import ArgumentError
 
 __all__ = ["Surrogate", "cispo", "clip", "dppo", "reinforce", "sapo", "vespo"]
 
@@ -22,9 +24,12 @@ type Surrogate = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def _check_distance(reader: str, name: str, value: float) -> None:
     if not value >= 0:
-        raise ValueError(f"{reader}: {name} is {value}; it is a distance from a ratio of 1, so it must be at least 0")
+        raise ArgumentError(
+            f"{reader}: {name} is {value}; it is a distance from a ratio of 1, so it must be at least 0", name
+        )
 
 
+@checked("clip", finite=False)
 def clip(low: float, high: float | None = None, dual: float | None = None) -> Surrogate:
     """PPO's clipped surrogate, with one bound or two, and optionally the dual clip.
 
@@ -56,7 +61,7 @@ def clip(low: float, high: float | None = None, dual: float | None = None) -> Su
     _check_distance("clip", "low", low)
     _check_distance("clip", "high", high)
     if dual is not None and not dual > 1:
-        raise ValueError(f"clip: dual is {dual}; it is a ratio, not a distance from 1, so it must be greater than 1")
+        raise ArgumentError(f"clip: dual is {dual}; it is a ratio, not a distance from 1, so it must be greater than 1")
 
     def clip(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
         ratio = bounded(log_ratio).exp()
@@ -75,6 +80,7 @@ def clip(low: float, high: float | None = None, dual: float | None = None) -> Su
     return clip
 
 
+@checked("cispo", finite=False)
 def cispo(high: float, low: float | None = None) -> Surrogate:
     """REINFORCE, weighted by a clamped ratio without a gradient.
 
@@ -116,6 +122,7 @@ def cispo(high: float, low: float | None = None) -> Surrogate:
     return cispo
 
 
+@checked("sapo", finite=False)
 def sapo(positive: float = 1.0, negative: float = 1.05) -> Surrogate:
     """A soft gate instead of a clip: the further the ratio is from 1, on either side, the less a token counts.
 
@@ -138,7 +145,7 @@ def sapo(positive: float = 1.0, negative: float = 1.05) -> Surrogate:
     """
     for name, value in (("positive", positive), ("negative", negative)):
         if not 0 < value < math.inf:
-            raise ValueError(f"sapo: {name} is {value}; it is a temperature, so it must be positive and finite")
+            raise ArgumentError(f"sapo: {name} is {value}; it is a temperature, so it must be positive and finite")
 
     def sapo(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
         ratio = bounded(log_ratio).exp()
@@ -148,6 +155,7 @@ def sapo(positive: float = 1.0, negative: float = 1.05) -> Surrogate:
     return sapo
 
 
+@checked("dppo", finite=False)
 def dppo(
     low: float, high: float | None = None, *, divergence: Divergence = binary_tv, cap: float = math.inf
 ) -> Surrogate:
@@ -182,7 +190,7 @@ def dppo(
     _check_distance("dppo", "low", low)
     _check_distance("dppo", "high", high)
     if not cap > 0:
-        raise ValueError(f"dppo: cap is {cap}; it is the largest ratio, so it must be greater than 0")
+        raise ArgumentError(f"dppo: cap is {cap}; it is the largest ratio, so it must be greater than 0")
 
     def clipped(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
         apart = divergence(logprobs, logprobs - log_ratio)
@@ -200,6 +208,7 @@ def dppo(
     return dppo
 
 
+@checked("vespo", finite=False)
 def vespo(positive: tuple[float, float] = (2.0, 3.0), negative: tuple[float, float] = (3.0, 2.0)) -> Surrogate:
     """REINFORCE, weighted by a smooth function of the ratio that is 1 at 1 and decreases on both sides.
 
@@ -223,7 +232,7 @@ def vespo(positive: tuple[float, float] = (2.0, 3.0), negative: tuple[float, flo
     """
     for name, pair in (("positive", positive), ("negative", negative)):
         if not all(0 <= value < math.inf for value in pair):
-            raise ValueError(f"vespo: {name} is {pair}; both are exponents, which must be finite and at least 0")
+            raise ArgumentError(f"vespo: {name} is {pair}; both are exponents, which must be finite and at least 0")
 
     def vespo(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
         log_weight = bounded(log_ratio.detach())

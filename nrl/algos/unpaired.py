@@ -17,6 +17,7 @@ from nrl.algos._arguments import positive
 from nrl.algos.aggregate import token_mean
 from nrl.algos.loss_contract import MeanLoss, named
 from nrl.algos.masking import masked, masked_column
+from nrl.arguments import checked
 from nrl.batch import Batch, assign, lengths, require
 from nrl.errors import BatchError
 from nrl.reduce import Mean, Metrics
@@ -24,6 +25,7 @@ from nrl.reduce import Mean, Metrics
 __all__ = ["kto_loss", "mismatched", "reference_point"]
 
 
+@checked("kto_loss", finite=False)
 def kto_loss(beta: float, desirable: float = 1.0, undesirable: float = 1.0) -> MeanLoss:
     """Kahneman-Tversky optimization: answers above or below a reference point, as in prospect theory.
 

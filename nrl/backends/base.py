@@ -4,13 +4,16 @@ Authors of backends implement the protocols of `nrl.backends.engines`.
 """
 
 import hashlib
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import attrs
 from torch import Tensor
 
+from nrl.arguments import checked, register_kind
 from nrl.batch.raw import flat_bytes
+from nrl.errors import ArgumentError
 
 __all__ = [
     "Bucket",
@@ -18,6 +21,7 @@ __all__ = [
     "Completion",
     "Media",
     "Model",
+    "ModelSource",
     "Piece",
     "Sampling",
     "length_of",
@@ -52,6 +56,7 @@ type Bucket = Sequence[Piece]
 """Pieces of some weights, as many as travel at once."""
 
 
+@checked("Media")
 @attrs.frozen(eq=False)
 class Media:
     """A part of a prompt that is not tokens, such as a picture. Two are equal if their contents are.
@@ -100,6 +105,15 @@ def length_of(prompt: Chunks) -> int:
     return sum(part.length if isinstance(part, Media) else 1 for part in prompt)
 
 
+type ModelSource = str | os.PathLike[str] | Mapping[str, Any]
+"""What a `Model` is made of."""
+
+
+def _source(value: ModelSource) -> str | Mapping[str, Any]:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+@checked("Model")
 @attrs.frozen(kw_only=False)
 class Model:
     """A model as frozen data, which every backend builds in its own way.
@@ -130,7 +144,7 @@ class Model:
     'float32'
     """
 
-    source: str | Mapping[str, Any]
+    source: str | Mapping[str, Any] = attrs.field(converter=_source)
     head: Literal["lm", "value", "reward"] = attrs.field(
         default="lm", validator=attrs.validators.in_(["lm", "value", "reward"])
     )
@@ -145,12 +159,12 @@ class Model:
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.lora, str | Mapping | None):
-            raise ValueError(
+            raise ArgumentError(
                 f"Model: lora is {self.lora!r}; it is a folder in peft's format, or a mapping with arguments of "
                 'peft.LoraConfig, such as {"r": 8, "target_modules": "all-linear"}'
             )
         if isinstance(self.source, Mapping) and "model_type" not in self.source:
-            raise ValueError(
+            raise ArgumentError(
                 f"Model: a config needs 'model_type' (such as 'qwen3'); found the keys {sorted(self.source)}"
             )
 
@@ -158,6 +172,50 @@ class Model:
     def adapter(self) -> tuple[Any, ...] | None:
         """What identifies its adapter: one of another model fits if this is equal. None: it has no adapter."""
         return None if self.lora is None else (self.source, self.seed, self.lora)
+
+
+def _instead_of_source(value: Any) -> str:
+    if hasattr(value, "to_dict"):  # a config of transformers
+        return "give its content: nrl.Model(config.to_dict())"
+    name = getattr(value, "name_or_path", "") or "folder or name on the hub"
+    if hasattr(value, "state_dict"):
+        return f"give where it was loaded from: nrl.Model({name!r}), which each process builds for itself"
+    return "give a folder, a name on the Hugging Face hub, or a config as a mapping with model_type"
+
+
+def _instead_of_model(value: Any) -> str:
+    if isinstance(value, str | os.PathLike):
+        return f"give nrl.Model({os.fspath(value)!r})"
+    if hasattr(value, "to_dict") or isinstance(value, Mapping):
+        return f"give nrl.Model({'config' if isinstance(value, Mapping) else 'config.to_dict()'})"
+    name = getattr(value, "name_or_path", "") or "folder or name on the hub"
+    if hasattr(value, "state_dict"):
+        return f"give nrl.Model({name!r}): it says what to load, and each process loads it for itself"
+    if hasattr(value, "convert_tokens_to_ids"):
+        return f"give nrl.Model({name!r}, tokenizer=tokenizer)"
+    return "give nrl.Model('folder or name on the hub')"
+
+
+register_kind(
+    ModelSource,
+    _instead_of_source,
+    lambda value: (
+        isinstance(value, str | os.PathLike) or (isinstance(value, Mapping) and not hasattr(value, "to_dict"))
+    ),
+)
+register_kind(Model, _instead_of_model)
+
+
+_LEAST, _MOST = 1e-3, 1e3
+
+
+def _in_range(sampling: "Sampling", attribute: "attrs.Attribute[Any]", value: float) -> None:
+    if value != 0 and not _LEAST <= value <= _MOST:
+        raise ArgumentError(
+            f"Sampling: temperature is {value}; give 0, which is greedy, or a number from {_LEAST:g} to {_MOST:g}: "
+            "beyond these float32 has no log-probabilities",
+            "temperature",
+        )
 
 
 def _ids(value: int | Iterable[int]) -> tuple[int, ...]:
@@ -168,12 +226,14 @@ def _texts(value: str | Iterable[str]) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
 
 
+@checked("Sampling")
 @attrs.frozen
 class Sampling:
     """How tokens are drawn: temperature first, then top-k, then top-p, over what is left, renormalised.
 
     Args:
-        temperature: the logits are divided by it; 0 is greedy, with log-probabilities at temperature 1.
+        temperature: the logits are divided by it, from 0.001 to 1000; 0 is greedy, with log-probabilities at
+            temperature 1.
         top_k: keep the k most probable tokens; 0: all.
         top_p: keep the most probable tokens until their mass reaches this; 1: all.
         max_new_tokens: bound on the sampled tokens of a completion (of a turn, in an episode of several).
@@ -187,7 +247,7 @@ class Sampling:
     Sampling(temperature=0, top_k=0, top_p=1.0, max_new_tokens=256, stop_token_ids=(), stop=('END',))
     """
 
-    temperature: float = attrs.field(default=1.0, validator=attrs.validators.ge(0))
+    temperature: float = attrs.field(default=1.0, validator=[attrs.validators.ge(0), _in_range])
     top_k: int = attrs.field(default=0, validator=attrs.validators.ge(0))
     top_p: float = attrs.field(default=1.0, validator=[attrs.validators.gt(0), attrs.validators.le(1)])
     max_new_tokens: int = attrs.field(default=256, validator=attrs.validators.ge(1))
@@ -195,6 +255,16 @@ class Sampling:
     stop: tuple[str, ...] = attrs.field(
         default=(), converter=_texts, validator=attrs.validators.deep_iterable(attrs.validators.min_len(1))
     )
+
+
+def _instead_of_sampling(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "give nrl.Sampling(**sampling)"
+    number = isinstance(value, int | float)
+    return f"give nrl.Sampling({f'temperature={value}' if number else 'temperature=1.0, max_new_tokens=256'})"
+
+
+register_kind(Sampling, _instead_of_sampling)
 
 
 class Completion(NamedTuple):

@@ -8,10 +8,11 @@ completes a prompt, and its log-probabilities are compared with the trainer's.
 
 from typing import cast
 
+from nrl.arguments import checked
 from nrl.backends.samplers import Inflight, Probed, Sampler, capabilities
 from nrl.backends.sampling.weights import Weights
 from nrl.backends.training.states import Params
-from nrl.errors import ConsumedState, ModelError, PlacementError, WeightMismatch
+from nrl.errors import ArgumentError, ConsumedState, ModelError, PlacementError, WeightMismatch
 from nrl.runtime.mesh.placement import Mesh
 from nrl.runtime.trace import timeline
 
@@ -19,6 +20,7 @@ __all__ = ["publish"]
 
 
 @timeline.span("publish")
+@checked("publish")
 def publish(params: Params, sampler: Sampler, inflight: Inflight = "wait") -> int:
     """Move weights into a sampler, which from then on stamps their version on what it samples.
 
@@ -66,7 +68,7 @@ def publish(params: Params, sampler: Sampler, inflight: Inflight = "wait") -> in
             "with the state that the step returned"
         )
     if inflight not in ("wait", "keep", "abort"):
-        raise ValueError(f"publish: inflight is {inflight!r}; it is 'wait', 'keep' or 'abort'")
+        raise ArgumentError(f"publish: inflight is {inflight!r}; it is 'wait', 'keep' or 'abort'")
     _check_lag(params.handle.mesh, sampler)
     # Other weights, such as a reference's, count on from the sampler's version, or two would share a number
     version = params.version if params.published else max(params.version, sampler.version) + 1

@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol
 import attrs
 import torch
 
+from nrl.arguments import checked, register_kind
 from nrl.backends.base import Bucket, Chunks, Completion, Sampling
 from nrl.runtime.mesh.futures import Future
 
@@ -17,6 +18,7 @@ type Inflight = Literal["wait", "keep", "abort"]
 """What becomes of requests that are under way when new weights come; see `nrl.publish`."""
 
 
+@checked("Capabilities")
 @attrs.frozen
 class Capabilities:
     """What a sampler can do beside the methods that every `Sampler` has.
@@ -116,6 +118,13 @@ class Sampler(Protocol):
             ModelError: a name that the model does not have, a wrong shape, or weights that are missing.
         """
         ...
+
+
+def _instead_of_sampler(value: Any) -> str:
+    return "give a sampler, as hf.sampler(slots, model) or vllm.sampler(slots, model) makes one"
+
+
+register_kind(Sampler, _instead_of_sampler, lambda value: hasattr(value, "generate") and hasattr(value, "version"))
 
 
 class Streams(Protocol):

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nrl.arguments import register_kind
+
 __all__ = ["After", "Block", "Packing", "Rectangles", "Runs", "Sequences", "blocks"]
 
 _BLOCK_COST = 50
@@ -202,6 +204,9 @@ class Sequences(NamedTuple):
 
 
 type Packing = type[Rectangles] | type[Sequences]
+register_kind(
+    Packing, lambda value: "give nrl.Rectangles or nrl.Sequences", lambda value: value in (Rectangles, Sequences)
+)
 """How rows are packed: the form in which they lie."""
 
 

@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from nrl.arguments import checked
 from nrl.batch.columns import COLUMNS, kind_of
 from nrl.batch.ragged import is_ragged, ragged, rows_of, take
 from nrl.batch.values import Batch, lengths, remembered, require
@@ -114,6 +115,7 @@ def _take(batch: TensorDict, rows: Tensor, each: Tensor | None) -> Batch:
     return cast(Batch, batch[rows].lock_())
 
 
+@checked("shard")
 def shard(batch: TensorDict, n: int) -> Parts:
     """Split rows into ``n`` parts of about equal numbers of tokens; ``.restore`` puts outputs back in order.
 
@@ -181,6 +183,7 @@ def _check_rows(who: str, batch: TensorDict) -> None:
         raise BatchError(f"{who}: splitting takes at least one batch dimension; create the batch with batch_size=[B]")
 
 
+@checked("microbatches")
 def microbatches(batch: TensorDict, *, max_tokens: int) -> Parts:
     """Split a batch into padded batches of at most ``max_tokens`` tokens each, padding counted.
 
@@ -232,6 +235,7 @@ def rows_of_microbatches(widths: Sequence[int], max_tokens: int) -> list[list[in
     return groups
 
 
+@checked("minibatches")
 def minibatches(batch: TensorDict, n: int, seed: int) -> list[Batch]:
     """Split the rows at random into ``n`` batches for several updates on one batch; sizes differ by at most one row.
 
@@ -265,6 +269,7 @@ def _episodes(batch: TensorDict) -> Tensor:
     return first.argsort().argsort()[episode]
 
 
+@checked("pad")
 def pad(batch: TensorDict, width: int) -> Batch:
     """Pad every per-token column on the right to ``width`` tokens, with zeros (masks: false).
 
@@ -299,6 +304,7 @@ def _resize(batch: TensorDict, width: int, who: str) -> TensorDict:
     return out
 
 
+@checked("concatenate")
 def concatenate(batches: Sequence[TensorDict]) -> Batch:
     """Put batches under one another, padded to the widest.
 

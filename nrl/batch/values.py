@@ -4,7 +4,6 @@ A column at position ``t`` describes token ``t``. Rows are right-padded. `nrl.CO
 are carried along, as `nrl.declare` says.
 """
 
-import os
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
@@ -14,12 +13,14 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from nrl.arguments import check_argument, checked, register_kind
 from nrl.batch.columns import COLUMNS, Column, kind_of
 from nrl.batch.handles import handle_of
 from nrl.batch.ragged import is_ragged, memory_of
 from nrl.errors import ColumnError, MissingColumn, MutatedBatch
+from nrl.flags import flag
 
-__all__ = ["Batch", "assign", "lengths", "remembered", "require", "unchanged"]
+__all__ = ["Batch", "assign", "check_batch", "lengths", "remembered", "require", "unchanged"]
 
 _ANSWERS: Any = WeakTensorKeyDictionary()  # of `remembered`
 
@@ -32,6 +33,33 @@ torch.Size([1, 2])
 """
 
 
+def _instead_of_batch(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "give a batch: nrl.Batch(columns, batch_size=[rows]), with a tensor for each column"
+    if isinstance(value, list | tuple) and value and all(isinstance(each, TensorDict) for each in value):
+        return "give one batch: nrl.concatenate(batches)"
+    return "give a batch, such as nrl.data.supervised(rows, tokenizer) or nrl.rollout(...) makes one"
+
+
+register_kind(TensorDict, _instead_of_batch, words="a batch")
+
+
+def check_batch(caller: str, batch: Any) -> None:
+    """Check that an argument ``batch`` is one.
+
+    Raises:
+        ArgumentError: it is not.
+
+    >>> check_batch("assign", {"rewards": torch.ones(2)})
+    Traceback (most recent call last):
+    nrl.errors.ArgumentError: assign: batch is a dict; give a batch: nrl.Batch(columns, batch_size=[rows]), with a \
+tensor for each column
+    """
+    if not isinstance(batch, TensorDict):
+        check_argument(caller, "batch", batch, TensorDict)
+
+
+@checked("assign")
 def assign(batch: TensorDict, **columns: Any) -> Batch:
     """Add or replace columns: the only way to change a batch, and it returns a new one.
 
@@ -173,7 +201,7 @@ def unchanged(batch: TensorDict, who: str) -> Iterator[None]:
     Raises:
         MutatedBatch: it wrote; the message names the function and the columns.
     """
-    if os.environ.get("NRL_DEBUG") != "1":
+    if not flag("NRL_DEBUG"):
         yield
         return
     before = {key: (value, value._version) for key, value in _leaves(batch).items() if not value.is_inference()}

@@ -6,12 +6,14 @@ from typing import Any, Literal, NamedTuple
 
 import attrs
 
+from nrl.arguments import checked
 from nrl.checkpoint import places
 from nrl.files import NOT_FINITE, Folder, read_manifest
 
 __all__ = ["Checkpoint", "Checkpoints", "best", "checkpoints", "finite", "not_finite", "score"]
 
 
+@checked("Checkpoints")
 @attrs.frozen
 class Checkpoints:
     """When a run writes checkpoints, and which of them it keeps.

@@ -15,6 +15,7 @@ import attrs
 from rich.console import Console
 from rich.text import Text
 
+from nrl.arguments import checked
 from nrl.runtime.doctor.findings import Finding, failed
 from nrl.runtime.node.machine import Facts
 
@@ -46,6 +47,7 @@ def _of_a_cluster(cfg: Any, field: Any, hosts: int | None) -> None:
         raise ValueError(f"hosts is {hosts}; give how many hosts have to be there, 1 at least")
 
 
+@checked("doctor")
 @attrs.frozen
 class Doctor:
     """Say whether this machine, or a Ray cluster, runs nrl, and what to do if it does not."""

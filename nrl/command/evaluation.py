@@ -175,7 +175,7 @@ def _sampling(cfg: Evaluation) -> Sampling:
     try:
         return Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.max_new_tokens, stop=cfg.stop)
     except ValueError as error:
-        raise ConfigError(f"eval: {error.args[0]}") from error  # those of attrs carry more than their message
+        raise ConfigError(f"eval: {str(error).removeprefix('Sampling: ')}") from error
 
 
 def sampler_of(who: str, cfg: Any, model: Model, sampling: Sampling, stack: ExitStack) -> Sampler:

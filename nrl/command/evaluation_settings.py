@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 
+from nrl.arguments import checked
 from nrl.envs import VERIFIERS, Trace, Verifier
 from nrl.envs.shipped import Environments, environments
 from nrl.errors import DataError, EnvError
@@ -58,6 +59,7 @@ def _not_sampled(cfg: Any, field: Any, rescore: str | None) -> None:
 _positive = attrs.validators.ge(1)
 
 
+@checked("eval")
 @attrs.frozen
 class Evaluation:
     """Sample answers to tasks, or play an environment, and say how often they are right: pass@k, the mean reward."""

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import attrs
 
 from nrl import config
+from nrl.arguments import checked
 from nrl.backends.training.optimizers import Optimizer
 from nrl.command.plan_report import GIB, nearest_line, report, search_lines
 from nrl.errors import ConfigError, ModelError
@@ -26,6 +27,7 @@ _MOMENTS: Mapping[float, Literal["bfloat16"] | None] = {8.0: None, 4.0: "bfloat1
 _positive = attrs.validators.ge(1)
 
 
+@checked("plan")
 @attrs.frozen(kw_only=True)
 class Planning:
     """What ``nrl plan`` reads.

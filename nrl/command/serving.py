@@ -14,6 +14,7 @@ from typing import Any, Literal
 import attrs
 import uvloop
 
+from nrl.arguments import checked
 from nrl.backends import Model, Sampling
 from nrl.command.evaluation import exported, sampler_of
 from nrl.envs.endpoint.application import LARGEST, application
@@ -30,6 +31,7 @@ _GRACE = 10.0  # seconds for what is under way when it stops
 _positive = attrs.validators.ge(1)
 
 
+@checked("serve")
 @attrs.frozen
 class Serving:
     """Serve a model over HTTP, as OpenAI's Chat Completions and Responses, until Ctrl-C."""

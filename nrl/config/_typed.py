@@ -16,6 +16,7 @@ import attrs
 import cattrs
 
 from nrl.config._yaml import Found, Problems, Word, mapping, parse, word_items
+from nrl.errors import ArgumentError
 
 __all__ = ["Unknown", "default_of", "fields", "found", "name", "sections", "structure"]
 
@@ -246,7 +247,8 @@ def _section(value: Any, cls: Any) -> Any:
         if not problems:
             return cls(**done)
     except Exception as error:  # validators may raise anything
-        raise Problems(*(_invalid(cls, given, done) or [((), _message(error))])) from error
+        key = (error.argument,) if isinstance(error, ArgumentError) and error.argument in given else ()
+        raise Problems(*(_invalid(cls, given, done) or [(key, _message(error))])) from error
     raise Problems(*problems, *_invalid(cls, given, done))
 
 

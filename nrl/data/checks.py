@@ -1,12 +1,16 @@
 """Checks of prompts, chats and paths, and the words that errors describe them with."""
 
+import functools
+import numbers
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nrl.arguments import described, register_kind
 from nrl.errors import DataError
 
-__all__ = ["check_messages", "check_prompt", "exists", "fields", "kind", "shown"]
+__all__ = ["Tokenizer", "check_messages", "check_prompt", "check_text_alone", "exists", "fields", "kind", "shown"]
 
 
 def shown(text: str, most: int = 60) -> str:
@@ -24,6 +28,21 @@ def fields(row: Mapping[Any, Any]) -> str:
     return shown(", ".join(map(str, row))) or "no fields"
 
 
+type Tokenizer = Any
+"""A transformers tokenizer."""
+
+
+def _instead_of_tokenizer(value: Any) -> str:
+    if isinstance(value, str):
+        return f"give nrl.backends.load_tokenizer(nrl.Model({value!r}))"
+    return "give a transformers tokenizer, as nrl.backends.load_tokenizer(model) returns one"
+
+
+register_kind(
+    Tokenizer, _instead_of_tokenizer, lambda value: hasattr(value, "eos_token_id") and hasattr(value, "encode")
+)
+
+
 def exists(path: Path) -> bool:
     """Whether there is a file or folder of this name. A text that cannot be a name, such as a long one, names none."""
     try:
@@ -32,6 +51,72 @@ def exists(path: Path) -> bool:
         return True  # whoever reads it says so
     except (OSError, ValueError):  # a name that is too long for a file, or has a NUL
         return False
+
+
+_MEDIA = re.compile(
+    r"(the_)?(input_|prompt_)?(image|img|picture|photo|screenshot|video|audio|speech|sound|clip)s?"
+    r"(_?(url|path|file|filename|bytes|base64|b64|data|list|array|tensor)s?)?(_?\d+)?"
+    r"|pixel_values(_videos)?|input_features|multi_?modal_data|mm_data|media"
+)
+"""Names of columns that hold what is no text."""
+
+
+def check_text_alone(row: Mapping[Any, Any], place: str, template: str = "") -> None:
+    """Check that a row holds no pictures, films or sounds, which nothing reads.
+
+    Rows without their pictures would teach a model to answer questions about what it does not see.
+
+    Args:
+        row: with the columns of a file.
+        place: how errors name it.
+        template: of the prompt; a column that it writes is read.
+
+    Raises:
+        DataError: a column holds some.
+
+    >>> check_text_alone({"prompt": "What is this?", "image": None, "image_width": 640}, "row 0")
+    >>> check_text_alone({"prompt": "What is this?", "image": "cat.png"}, "row 0")
+    Traceback (most recent call last):
+    nrl.errors.DataError: row 0 has 'image', 'cat.png', and nothing here reads it: models of nrl see text alone, and \
+would learn to answer about what they do not see. Take rows that text alone can answer, or leave the column out: \
+format=lambda row: {key: row[key] for key in row if key != 'image'}
+    """
+    if not isinstance(row, Mapping):
+        raise DataError(f"{place} is {described(row)}; give a mapping, such as {{'prompt': '...'}}")
+    for key, value in row.items():
+        if f"{{{key}" in template or not (_is_media(value) or (_names_media(key) and _holds_something(value))):
+            continue
+        raise DataError(
+            f"{place} has '{key}', {described(value)}, and nothing here reads it: models of nrl see text alone, and "
+            "would learn to answer about what they do not see. Take rows that text alone can answer, or leave the "
+            f"column out: format=lambda row: {{key: row[key] for key in row if key != '{key}'}}"
+        )
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_media(key: Any) -> bool:
+    return isinstance(key, str) and _MEDIA.fullmatch(re.sub(r"[\s-]", "_", key).lower()) is not None
+
+
+def _holds_something(value: Any) -> bool:
+    """Whether a value may be a picture or the name of one: it is neither missing nor empty nor a number."""
+    if value is None or isinstance(value, bool | numbers.Number):
+        return False
+    try:
+        items = [value] if isinstance(value, str | bytes | Mapping) else list(value)
+    except TypeError:  # a picture of a library
+        return True
+    return any(item is not None and (not hasattr(item, "__len__") or len(item) > 0) for item in items)
+
+
+def _is_media(value: Any) -> bool:
+    """Whether a value is a picture or a sound as Hugging Face's datasets have it, whatever its column is called."""
+    if isinstance(value, list | tuple) and value:
+        return any(map(_is_media, value[:8]))
+    if isinstance(value, Mapping):
+        has_bytes = {*value} == {"bytes", "path"} and (value["bytes"] is not None or value["path"] is not None)
+        return has_bytes or {"array", "sampling_rate"} <= {*value}
+    return type(value).__module__.partition(".")[0] in ("PIL", "torchcodec")
 
 
 def check_prompt(prompt: Any, what: str) -> None:

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from nrl.arguments import checked
 from nrl.batch import Batch, assign
-from nrl.data.checks import check_messages, fields, kind
+from nrl.data.checks import Tokenizer, check_messages, check_text_alone, fields, kind
 from nrl.data.rendering import answered
 from nrl.envs.contract import Message, Prompt, Task
 from nrl.errors import DataError, ModelError
@@ -16,8 +17,9 @@ from nrl.errors import DataError, ModelError
 __all__ = ["labelled", "preferences", "shared", "sides", "supervised"]
 
 
+@checked("supervised")
 def supervised(
-    rows: Iterable[Task], tokenizer: Any, *, max_tokens: int | None = None, response: str = "response"
+    rows: Iterable[Task], tokenizer: Tokenizer, *, max_tokens: int | None = None, response: str = "response"
 ) -> Batch:
     """A batch that teaches each row's response: ``loss_mask`` is true on its tokens and on the one that ends it.
 
@@ -52,6 +54,7 @@ def supervised(
     encoded = []
     for number, row in enumerate(rows):
         place = f"supervised: row {number}"
+        check_text_alone(row, place)
         prompt, answer = _lesson(row, response, place)
         encoded.append(_encoded(prompt, answer, tokenizer, max_tokens, place, row.get("tools")))
     if not encoded:
@@ -81,7 +84,8 @@ def _answer(value: Any, what: str) -> str | Sequence[Message]:
     return value
 
 
-def preferences(rows: Iterable[Task], tokenizer: Any, *, max_tokens: int | None = None) -> Batch:
+@checked("preferences")
+def preferences(rows: Iterable[Task], tokenizer: Tokenizer, *, max_tokens: int | None = None) -> Batch:
     """A batch of pairs, the chosen response first, for `nrl.algos.preference_loss`.
 
     ``chosen`` and ``rejected`` are texts, as the model would write them; or messages that follow the prompt; or whole
@@ -110,6 +114,7 @@ def preferences(rows: Iterable[Task], tokenizer: Any, *, max_tokens: int | None 
     encoded = []
     for number, row in enumerate(rows):
         place = f"preferences: row {number}"
+        check_text_alone(row, place)
         prompt, *answers = sides(row, place)
         for side, answer in zip(("chosen", "rejected"), answers, strict=True):
             encoded.append(_encoded(prompt, answer, tokenizer, max_tokens, f"{place}: {side}", row.get("tools")))
@@ -120,7 +125,8 @@ def preferences(rows: Iterable[Task], tokenizer: Any, *, max_tokens: int | None 
     return assign(Batch({}, batch_size=[pairs, 2]), **columns)
 
 
-def labelled(rows: Iterable[Task], tokenizer: Any, *, max_tokens: int | None = None) -> Batch:
+@checked("labelled")
+def labelled(rows: Iterable[Task], tokenizer: Tokenizer, *, max_tokens: int | None = None) -> Batch:
     """A batch of single answers, each good or bad, for `nrl.algos.kto_loss`.
 
     A row has a response and a ``label``, true for a good one; or it is a pair as in `preferences`, whose chosen and

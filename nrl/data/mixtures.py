@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from nrl.arguments import checked
 from nrl.data.task_streams import Tasks, tasks
 from nrl.envs.contract import Task
 from nrl.envs.seeds import check_not_negative
@@ -22,6 +23,7 @@ _CIRCLE = 1 << 128
 _STEP = 0x9E3779B97F4A7C15F39CC0605CEDC835
 
 
+@checked("mixture")
 def mixture(streams: Mapping[str, float | tuple[Stream[Task], float]], *, seed: int = 0) -> Tasks:
     """A stream that draws its tasks from several, each as often as its weight says.
 

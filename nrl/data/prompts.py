@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from nrl.algos import name_of
-from nrl.data.checks import check_messages, check_prompt, fields, kind, shown
+from nrl.data.checks import check_messages, check_prompt, check_text_alone, fields, kind, shown
 from nrl.data.collating import shared
 from nrl.data.formats import FORMATS, Format
 from nrl.data.sources import read
@@ -45,8 +45,8 @@ def rows(
         A new dict for each row: its fields and ``"prompt"``.
 
     Raises:
-        DataError: no rows, a row that the format refuses, without a prompt or with one that is none of the three, or a
-            template that does not fit; it names the row.
+        DataError: no rows, a row that the format refuses, without a prompt or with one that is none of the three, or
+            with pictures, films or sounds, which nothing reads; or a template that does not fit; it names the row.
 
     >>> rows([{"question": "1+1=", "answer": "2"}])[0]["prompt"]
     [{'role': 'user', 'content': '1+1='}]
@@ -96,6 +96,7 @@ def tasks_of_row(format: str | Format | None, template: str | None, chat: bool) 
 
 
 def _task(row: Task, place: str, template: str | None, chat: bool) -> Task:
+    check_text_alone(row, f"tasks: {place}", template or "")
     if template is not None:
         prompt: Any = _formatted(template, row, place)
     else:

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from nrl.arguments import checked
 from nrl.batch import Batch
-from nrl.data.checks import exists, shown
+from nrl.data.checks import Tokenizer, exists, shown
 from nrl.data.formats import Format
 from nrl.data.prompts import tasks_of_row
 from nrl.data.rendering import render
@@ -54,6 +55,7 @@ class Tasks(NamedTuple):
     dropped: Mapping[str, int]
 
 
+@checked("data.tasks")
 def tasks(
     source: str | Path | Sequence[Task] | Callable[[int, int], Task],
     *,
@@ -62,7 +64,7 @@ def tasks(
     template: str | None = None,
     chat: bool = True,
     shuffle: bool = True,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer | None = None,
     max_tokens: int | None = None,
     collate: Callable[[Iterable[Task], Any], Batch] | None = None,
 ) -> Tasks:

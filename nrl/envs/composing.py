@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from types import EllipsisType
 from typing import Any
 
+from nrl.arguments import checked
 from nrl.envs.contract import (
     TIMEOUT,
     Env,
@@ -33,6 +34,7 @@ from nrl.errors import EnvError
 __all__ = ["by_source", "gated", "judged", "of_group", "product", "single_turn", "weighted"]
 
 
+@checked("single_turn")
 def single_turn(verifier: Verifier, *, timeout: float | EllipsisType | None = ...) -> Environment:
     """The environment that asks a task's prompt, and rewards the answer with the verifier's verdict.
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeGuard, get_args
 
 import attrs
 
+from nrl.errors import ArgumentError
 from nrl.log import error_text
 
 __all__ = [
@@ -348,7 +349,7 @@ def timeout_of(env: Env, task: Task) -> float | None:
     timeout = getattr(env, "timeout", TIMEOUT)
     seconds: float | None = timeout(task) if callable(timeout) else timeout
     if seconds is not None and not (isinstance(seconds, Real) and not isinstance(seconds, bool) and seconds > 0):
-        raise ValueError(f"rollout: the environment's timeout is {seconds}; give seconds, or None for no limit")
+        raise ArgumentError(f"rollout: the environment's timeout is {seconds}; give seconds, or None for no limit")
     return seconds
 
 

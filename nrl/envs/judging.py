@@ -8,8 +8,9 @@ from collections.abc import Callable, Coroutine
 from concurrent import futures
 from typing import Any
 
+from nrl.arguments import checked
 from nrl.envs.contract import FailedScore, Score, Task, Trace
-from nrl.errors import EnvError
+from nrl.errors import ArgumentError, EnvError
 from nrl.runtime.threads import beside
 
 __all__ = ["RUBRIC", "judge"]
@@ -29,6 +30,7 @@ Think briefly. Then end with a line of its own, with a number from {low:g} (wors
 SCORE: <number>"""
 
 
+@checked("judge")
 def judge(
     url: str,
     *,
@@ -80,9 +82,9 @@ def judge(
     from nrl.backends.openai.endpoint import served
 
     if not low < high:
-        raise ValueError(f"judge: the scores go from {low:g} to {high:g}; give a high above the low")
+        raise ArgumentError(f"judge: the scores go from {low:g} to {high:g}; give a high above the low")
     if max_tokens < 1:
-        raise ValueError(f"judge: max_tokens is {max_tokens}; a reply needs at least one")
+        raise ArgumentError(f"judge: max_tokens is {max_tokens}; a reply needs at least one")
     server = connected("judge", url, api_key, timeout, in_flight)
     known: list[str] = [] if name is None else [name]
     asking = threading.Lock()

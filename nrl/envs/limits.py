@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from nrl.envs.contract import TIMEOUT, Env, Environment, Step, Task, Turn, alike, mapped
 from nrl.envs.return_values import is_reset
+from nrl.errors import ArgumentError
 
 __all__ = ["limited"]
 
@@ -57,10 +58,12 @@ def limited(
     most = {"turns": turns, "tokens": tokens, "seconds": seconds}
     given = {name: value for name, value in most.items() if value is not None}
     if not given:
-        raise ValueError("limited: no limit is given; give turns=, tokens= or seconds=")
+        raise ArgumentError("limited: no limit is given; give turns=, tokens= or seconds=")
     for name, value in given.items():
         if not value > 0:
-            raise ValueError(f"limited: {name} is {value}; give a positive number, or leave it out for no such limit")
+            raise ArgumentError(
+                f"limited: {name} is {value}; give a positive number, or leave it out for no such limit", name
+            )
 
     def reset(task: Task) -> Any:
         return mapped(

@@ -13,7 +13,7 @@ import attrs
 
 from nrl.envs.contract import TIMEOUT, Env, Environment, Step, Task, Turn, alike, mapped
 from nrl.envs.return_values import is_reset
-from nrl.errors import ConsumedState, EnvError, ForeignState
+from nrl.errors import ArgumentError, ConsumedState, EnvError, ForeignState
 
 __all__ = ["LinearState", "linear"]
 
@@ -81,7 +81,7 @@ def linear(env: Env, *, remembered: int = 1000) -> Environment:
 before 'a'). Go on from the state that the first call returned, or reset for another episode
     """
     if remembered < 0:
-        raise ValueError(f"linear: remembered is {remembered}; give how many closed episodes to keep, 0 or more")
+        raise ArgumentError(f"linear: remembered is {remembered}; give how many closed episodes to keep, 0 or more")
     episodes = _Episodes(remembered)
     own_close: Callable[[Any], Any] | None = getattr(env, "close", None)
 
@@ -243,7 +243,7 @@ class _Episodes:
 
     def _find(self, who: str, state: LinearState) -> _Episode:
         if not isinstance(state, LinearState):
-            raise TypeError(
+            raise ArgumentError(
                 f"{who}: expected the state that reset or step of a linear environment returned, found "
                 f"{type(state).__name__}"
             )

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from nrl.envs.endpoint.programs import provided
 from nrl.envs.rpc_programs import RpcProgram
 from nrl.envs.tools import Tool, ToolError
+from nrl.errors import ArgumentError
 from nrl.runtime.executables.registry import Executable
 from nrl.runtime.executables.registry import executable as registered
 from nrl.runtime.threads import beside
@@ -45,7 +46,7 @@ def mcp_tools(
     Source: Model Context Protocol, revision 2025-06-18, transport stdio.
     """
     if not command:
-        raise ValueError("mcp_tools: there is no command; give a program and its arguments")
+        raise ArgumentError("mcp_tools: there is no command; give a program and its arguments")
     spec = _Spec(command, registered(executable), tuple(sorted((env or {}).items())), timeout)
     found, cursor = list[Mapping[str, Any]](), None
     while True:

@@ -26,6 +26,7 @@ from nrl.envs.gym.values import value_of
 from nrl.envs.nemo_metrics import aggregated
 from nrl.envs.nemo_rows import ROW
 from nrl.envs.return_values import score_of
+from nrl.errors import ArgumentError
 
 __all__ = ["nemo_gym_protocol"]
 
@@ -65,7 +66,7 @@ def nemo_gym_protocol(service: Service, *, token: str | None, largest: int) -> A
     True
     """
     if token is not None:
-        raise ValueError(
+        raise ArgumentError(
             "serve: NeMo Gym's agents send no token; leave it out, with auth='none' where the network is one you trust"
         )
     service.lease = max(service.lease, _SILENCE)

@@ -11,12 +11,13 @@ from weakref import WeakKeyDictionary
 import attrs
 import torch
 
+from nrl.arguments import checked
 from nrl.backends import Model, Params, adamw, fsdp
 from nrl.backends.models.loading import load_config, load_tokenizer
 from nrl.batch import Batch, assign, concatenate
 from nrl.data import supervised
 from nrl.envs import Task, Trace
-from nrl.errors import EnvError, ModelError
+from nrl.errors import ArgumentError, EnvError, ModelError
 from nrl.runtime import Mesh, Slots
 from nrl.runtime.mesh.local import LocalCluster
 
@@ -25,6 +26,7 @@ __all__ = ["reward_model", "scored_by"]
 type _Scorer = Callable[[Task, Trace], Coroutine[Any, Any, float]]
 
 
+@checked("reward_model")
 def reward_model(
     model: str | Path | Model,
     place: Slots | Mesh | None = None,
@@ -61,7 +63,7 @@ def reward_model(
     if not isinstance(model, Model):
         model = Model(str(model), head="reward", dtype=dtype, trust_remote_code=trust_remote_code)
     if model.head != "reward":
-        raise ValueError(f'reward_model: the model has the head "{model.head}"; give Model(..., head="reward")')
+        raise ArgumentError(f'reward_model: the model has the head "{model.head}"; give Model(..., head="reward")')
     config, _ = load_config(model)
     kinds = getattr(config, "architectures", None)  # a config without, such as that of a new model, says nothing
     if isinstance(model.source, str) and kinds:
@@ -74,7 +76,7 @@ def reward_model(
             )
     most = min(max_tokens, getattr(config, "max_position_embeddings", None) or max_tokens)
     if max_length is not None and not 1 <= max_length <= most:
-        raise ValueError(
+        raise ArgumentError(
             f"reward_model: max_length is {max_length}; give from 1 to {most}, the fewer of the model's positions and "
             f"max_tokens={max_tokens}"
         )
@@ -83,6 +85,7 @@ def reward_model(
     return scored_by(trainer.load(), load_tokenizer(model), max_length=max_length or most)
 
 
+@checked("scored_by")
 def scored_by(params: Params, tokenizer: Any, *, max_length: int | None = None) -> _Scorer:
     """A verifier whose reward is a reward model's number for the answer.
 

@@ -11,6 +11,7 @@ import attrs
 import torch
 
 from nrl.algos import majority, pass_at_k
+from nrl.arguments import checked
 from nrl.backends.base import Sampling
 from nrl.backends.samplers import Sampler
 from nrl.batch import Batch
@@ -73,6 +74,7 @@ class Graded:
     traces: Sequence[Mapping[str, Any]] | None = None
 
 
+@checked("grade")
 def grade(
     sampler: Sampler,
     verifier: Verifier | Env,
@@ -235,6 +237,7 @@ def _prompt_tokens(task: Task, sampler: Sampler) -> int:
     return 0
 
 
+@checked("measure")
 def measure(graded: Sequence[Graded], k: Sequence[int] = (), *, passing: float = 1.0) -> Metrics:
     """Measure samples, leaving out those whose verifier or environment failed.
 

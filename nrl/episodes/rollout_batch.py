@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from nrl.arguments import checked
 from nrl.backends.base import Sampling
 from nrl.backends.samplers import Sampler
 from nrl.batch import Batch
@@ -19,6 +20,7 @@ from nrl.errors import DataError
 __all__ = ["batch_of", "played", "rollout"]
 
 
+@checked("rollout")
 def rollout(
     sampler: Sampler,
     env: Env,

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 
 from attrs import evolve
 
+from nrl.arguments import checked
 from nrl.backends.base import Sampling
 from nrl.backends.samplers import Sampler, capabilities
 from nrl.batch import Batch
@@ -15,13 +16,14 @@ from nrl.envs import Env, Task
 from nrl.episodes.episode import Episode
 from nrl.episodes.groups import Group
 from nrl.episodes.rollout_batch import batch_of
-from nrl.episodes.running import ENDED, Running, Schedule
+from nrl.episodes.running import ENDED, Running, Schedule, check_env
 from nrl.errors import DataError, EnvError, LostRequest
 from nrl.stream import Source, Stream, prefetch, whole
 
 __all__ = ["end_all", "rollouts"]
 
 
+@checked("rollouts")
 def rollouts(
     sampler: Sampler,
     env: Env,
@@ -48,6 +50,7 @@ def rollouts(
             next begins.
 
     Raises:
+        EnvError: ``env`` is no environment.
         DataError: ``n``, ``patience`` or ``concurrency`` is not positive.
         EnvError: (when taken from) the patience is used up.
         LostRequest: the same, if it was the sampler that failed.
@@ -62,6 +65,7 @@ def rollouts(
     ...     [group["group_ids"].tolist() for group in groups.take(2)]
     [[0, 0, 0, 0], [1, 1, 1, 1]]
     """
+    check_env("rollouts", env)
     if n < 1:
         raise DataError(f"rollouts: n is {n}; a group needs at least one episode")
     if patience < 1:

@@ -15,6 +15,7 @@ from typing import Any
 
 import attrs
 
+from nrl.arguments import described
 from nrl.backends.base import Completion, Sampling
 from nrl.backends.samplers import Sampler
 from nrl.envs import Env, Task
@@ -26,7 +27,7 @@ from nrl.episodes.requests import NO_LIMITS, Limits, Requests, requests_to
 from nrl.errors import BatchError, DataError, EnvError
 from nrl.runtime.threads import Daemons
 
-__all__ = ["ENDED", "Running", "Schedule", "hashed"]
+__all__ = ["ENDED", "Running", "Schedule", "check_env", "hashed"]
 
 ENDED = "the stream was ended, as by the run in which it is; make another one"
 _PATIENCE = 15.0  # seconds, for a thread that is to end; in ten of them environments are closed
@@ -62,6 +63,21 @@ class Schedule:
         return cls(concurrency)
 
 
+def check_env(caller: str, env: Any) -> None:
+    """Check that an argument is an environment.
+
+    Raises:
+        EnvError: it is not.
+    """
+    if is_env(env):
+        return
+    instead = "give an Environment, or single_turn(verifier)"
+    if callable(env):
+        name = getattr(env, "__name__", "verifier")
+        instead = f"give single_turn({name}) if it is a verifier, or {name}(...) if it makes an environment"
+    raise EnvError(f"{caller}: the environment is {described(env)}, which has no reset and step; {instead}")
+
+
 class Running:
     """Groups under way, on an event loop that runs while somebody waits for some of them.
 
@@ -78,11 +94,7 @@ class Running:
         self, sampler: Sampler, env: Env, n: int, sampling: Sampling | None, seed: int, schedule: Schedule
     ) -> None:
         self._sampler, self._env, self._n, self._sampling, self._seed = sampler, env, n, sampling, seed
-        if not is_env(env):
-            raise EnvError(
-                f"rollout: the environment is {env!r:.200}, which has no reset and step; give an Environment, or "
-                "single_turn(verifier)"
-            )
+        check_env("rollout", env)
         self.schedule = schedule
         self.open: list[Group] = []
         """What has begun and has not been handed out, in order."""

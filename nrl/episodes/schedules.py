@@ -6,6 +6,7 @@ goes on; but its episodes may then be others. All are off by default.
 
 from typing import Any
 
+from nrl.arguments import checked
 from nrl.batch import Batch
 from nrl.errors import DataError
 from nrl.stream import Source, Stream
@@ -13,6 +14,7 @@ from nrl.stream import Source, Stream
 __all__ = ["cut", "oversample", "partial", "refill"]
 
 
+@checked("cut")
 def cut(stream: Stream[Batch], seconds: float) -> Source[Batch]:
     """End the episodes that are not over after so many seconds of a ``take``. They are not valid.
 
@@ -49,6 +51,7 @@ def cut(stream: Stream[Batch], seconds: float) -> Source[Batch]:
     return _scheduled("cut", stream, deadline=float(seconds))
 
 
+@checked("oversample")
 def oversample(stream: Stream[Batch], m: int) -> Source[Batch]:
     """Of the ``n`` episodes of each group, keep the first ``m`` that end, and end the others.
 
@@ -78,6 +81,7 @@ def oversample(stream: Stream[Batch], m: int) -> Source[Batch]:
     return _scheduled("oversample", stream, keep=m)
 
 
+@checked("partial")
 def partial(stream: Stream[Batch], extra: int) -> Source[Batch]:
     """Hand out the groups that end first, and carry the others on into the next ``take``.
 
@@ -111,6 +115,7 @@ def partial(stream: Stream[Batch], extra: int) -> Source[Batch]:
     return _scheduled("partial", stream, extra=extra, in_order=False)
 
 
+@checked("refill")
 def refill(stream: Stream[Batch], extra: int) -> Source[Batch]:
     """Let an engine's idle tail take groups of the next batches, while the last episodes of this one end.
 

@@ -1,5 +1,6 @@
 """Logging: metrics and samples to JSONL files, the terminal, Weights & Biases, TensorBoard and MLflow."""
 
+from nrl.log.escapes import printable
 from nrl.log.jsonlines import JsonLines
 from nrl.log.number_text import NOISE, format_number, format_seconds, noise_limit
 from nrl.log.redaction import error_text, redact, redacted
@@ -18,6 +19,7 @@ __all__ = [
     "format_seconds",
     "noise_limit",
     "open_sinks",
+    "printable",
     "redact",
     "redacted",
     "wait_for",

@@ -10,6 +10,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from nrl.log.escapes import printable
+
 __all__ = ["error_text", "keep_secret", "kept_secrets", "redact", "redacted", "secret_texts"]
 
 _MASK = "***"
@@ -32,12 +34,20 @@ _SHAPES = (
     r"|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{22,}|glpat-[\w-]{20,}"
     r"|(?:AKIA|ASIA)[0-9A-Z]{16}"  # Amazon
     r"|AIza[\w-]{35}"  # Google
-    r"|xox[abprs]-[\w-]{10,}"  # Slack
+    r"|(?:xox[abprs]|xapp)-[\w-]{10,}"  # Slack
+    r"|eyJ[\w-]{8,}\.(?:eyJ[\w-]{4,}(?:\.[\w-]*)?|[\w-]{4,}(?:\.[\w-]{4,})+)"  # a JSON web token
+    r"|(?:sk|rk)_(?:live|test)_[A-Za-z0-9]{16,}"  # Stripe
+    r"|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{50,}"
+    r"|ya29\.[\w-]{20,}|GOCSPX-[\w-]{20,}"  # Google's OAuth
+    r"|(?:gsk|xai|nvapi|pplx|tgp_v1|r8|fw)[_-](?=[\w-]*\d)[\w-]{24,}"  # other providers of models
+    r"|SG\.[\w-]{16,}\.[\w-]{16,}|dapi[0-9a-f]{32}|glsa_\w{32,}"  # SendGrid, Databricks, Grafana
     r")"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?-----END [A-Z ]*PRIVATE KEY-----"
     r"|(?<=://)[^\s/:@]*:[^\s/?#\"'<>]+(?=@)"  # user:password in an address
     r"|(?<=hooks\.slack\.com/services/)[^\s\"'<>]+"
     r"|(?i:(?<=password=)|(?<=;pwd=)|(?<=accountkey=)|(?<=accesskey=))[^\s;&\"'<>]+"  # of a connection
+    r"|(?i:(?<=bearer )|(?<=basic )|(?<=token=)|(?<=secret=)|(?<=api_key=)|(?<=apikey=)|(?<=access_key=)|(?<=&sig=))"
+    r"(?=[\w.~+/=%-]*\d)[\w.~+/=%-]{16,}"  # of a header or an address
 )
 # Keys, in words with underscores, whose values are secrets; except for tokens of texts
 _SECRET_KEY = re.compile(
@@ -106,7 +116,8 @@ def redact(text: str) -> str:
     Secrets are: values, of at least 8 characters, of environment variables whose names look secret (``*KEY*``,
     ``*TOKEN*``, ``*SECRET*``, ``*PASSW*``, ``*_DSN`` ...); passwords in ``~/.netrc`` or ``$NETRC``, such as the key of
     Weights & Biases; what `keep_secret` was told; and texts in the form of a well-known token (``hf_...``, ``sk-...``,
-    ``ghp_...``, ``AKIA...``), a private key, a webhook, or a password in an address or a connection string.
+    ``ghp_...``, ``AKIA...``, a JSON web token), a private key, a webhook, what follows ``Bearer`` or ``token=``, or a
+    password in an address or a connection string.
 
     Args:
         text: any.
@@ -247,7 +258,7 @@ def _passwords(path: Path, changed: int) -> frozenset[str]:
 
 
 def error_text(error: BaseException) -> str:
-    """The type and message of an exception, even if its ``__str__`` raises.
+    """The type and message of an exception, masked and `printable`, even if its ``__str__`` raises.
 
     >>> error_text(ValueError("no"))
     'ValueError: no'
@@ -256,4 +267,4 @@ def error_text(error: BaseException) -> str:
         text = str(error)
     except BaseException as other:
         text = f"(its message cannot be shown: its __str__ raised {type(other).__name__})"
-    return f"{type(error).__name__}: {redact(text[: 5 * _LONGEST])[:_LONGEST]}"
+    return f"{type(error).__name__}: {printable(redact(text[: 5 * _LONGEST])[:_LONGEST])}"

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nrl.algos import Loss, grpo_loss, sft_loss
+from nrl.arguments import checked
 from nrl.backends.base import Model
 from nrl.backends.fsdp.torch_engine import TorchEngine
 from nrl.backends.fsdp.torch_state import TorchState
@@ -38,6 +39,7 @@ __all__ = ["LOSSES", "Step", "drive", "rows"]
 LOSSES: Mapping[str, Loss] = {"grpo": grpo_loss, "sft": sft_loss}
 
 
+@checked("Step")
 @attrs.frozen
 class Step:
     """A training step of one process.

@@ -16,11 +16,13 @@ from typing import Any
 
 import attrs
 
+from nrl.arguments import checked
 from nrl.runtime.peaks import PEAKS
 
 __all__ = ["GPUS", "Gpu", "estimate"]
 
 
+@checked("Gpu")
 @attrs.frozen
 class Gpu:
     """A device.

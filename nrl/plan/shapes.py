@@ -112,6 +112,14 @@ class Shape:
         return self.layers * self.projections + self.sparse * experts + (self.layers - self.sparse) * plain
 
 
+def _first(config: Mapping[str, Any], *names: str) -> Any:
+    """Return the first of some fields that a config has."""
+    for name in names:
+        if config.get(name) is not None:
+            return config[name]
+    raise ModelError(f"plan: the config of this {config['model_type']} model has no {' or '.join(names)}; give it")
+
+
 def shape(config: Mapping[str, Any]) -> Shape:
     """The shape that a transformers config describes.
 
@@ -124,7 +132,8 @@ def shape(config: Mapping[str, Any]) -> Shape:
     kind = config.get("model_type")
     if kind not in FAMILIES:
         raise ModelError(
-            f"plan: found a model of type '{kind}'; closed forms know {', '.join(FAMILIES)}. Drive it (driven=true)"
+            f"plan: found a model of type '{kind}'; closed forms know {', '.join(FAMILIES)}. Drive it "
+            "(driven=true), by trainer=fsdp and without search=true, which have nothing but closed forms"
         )
     needed = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
     if missing := [name for name in needed if name not in config]:
@@ -141,9 +150,10 @@ def shape(config: Mapping[str, Any]) -> Shape:
         skipped = {*(config.get("mlp_only_layers") or ())}
         step = config.get("decoder_sparse_step", 1)
         experts = {
-            "experts": config["num_local_experts" if kind == "mixtral" else "num_experts"],
-            "chosen": config["num_experts_per_tok"],
-            "expert": config["intermediate_size" if kind == "mixtral" else "moe_intermediate_size"],
+            # A published config has num_experts, and transformers from 5.19 on num_local_experts
+            "experts": _first(config, "num_experts", "num_local_experts"),
+            "chosen": _first(config, "num_experts_per_tok"),
+            "expert": _first(config, "intermediate_size" if kind == "mixtral" else "moe_intermediate_size"),
             "sparse": sum(i not in skipped and (i + 1) % step == 0 for i in range(layers)),
         }
     return Shape(

@@ -19,9 +19,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
+from nrl.arguments import checked
 from nrl.errors import NrlError
 from nrl.files import free_room
-from nrl.log import redact
+from nrl.flags import flag
+from nrl.log import printable, redact
 
 __all__ = ["exit_status", "launch"]
 
@@ -31,6 +33,7 @@ _NOBODYS = (str(Path(__file__).parents[1]), sysconfig.get_path("scripts"), "<") 
 _LIBRARIES = (str(Path(__file__).parents[1]), *(sysconfig.get_path(each) for each in ("stdlib", "purelib", "platlib")))
 
 
+@checked("launch")
 def launch[C](program: Callable[[C], object], cls: type[C], args: Sequence[str] | None = None) -> None:
     """Run a program from the command line: load its configuration, call it, and print mistakes in a few lines.
 
@@ -78,7 +81,9 @@ def exit_status(program: Callable[[], int | None], name: str) -> int:
     Returns:
         The program's own status (None is 0); 2 after a mistake, 130 after Ctrl-C.
     """
+    verbose = False
     try:
+        verbose = flag("NRL_TRACEBACK")
         with _warnings_named(name):
             return program() or 0
     except (Exception, KeyboardInterrupt) as error:
@@ -86,12 +91,12 @@ def exit_status(program: Callable[[], int | None], name: str) -> int:
         lines = ["interrupted"] if interrupted else _lines_of(error)
         if lines is None:
             raise
-        if os.environ.get("NRL_TRACEBACK", "0") not in ("", "0"):
+        if verbose:
             traceback.print_exc()
         elif not interrupted and (place := _place(error.__traceback__)):
             lines.append(f"  at {place}; NRL_TRACEBACK=1 shows the traceback")
         sys.stdout.flush()
-        print(_coloured(name, redact("\n".join(lines))), file=sys.stderr, flush=True)
+        print(_coloured(name, printable(redact("\n".join(lines)))), file=sys.stderr, flush=True)
         return _INTERRUPTED if interrupted else _MISTAKE
 
 
@@ -103,7 +108,7 @@ def _warnings_named(name: str) -> Iterator[None]:
         message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
     ) -> str:
         if filename.startswith(_NOBODYS):
-            return f"{name}: {category.__name__}: {redact(str(message))}\n"
+            return f"{name}: {category.__name__}: {printable(redact(str(message)))}\n"
         return before(message, category, filename, lineno, line)
 
     warnings.formatwarning = formatted

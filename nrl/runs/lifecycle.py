@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import attrs
 
 from nrl import checkpoint, config
+from nrl.arguments import check_argument, described
 from nrl.backends import Trainer
 from nrl.batch import Batch
 from nrl.checkpoint import Checkpoints
@@ -139,6 +140,8 @@ class Run:
         Raises:
             ConfigError: the loop has been run before in this folder, and it was not restored.
         """
+        check_argument("run.steps", "stream", stream, Stream)
+        check_argument("run.steps", "n", n, int | None)
         outer = f"{self._running[-1].file}." if self._running else ""
         file = outer.removeprefix("metrics.") + ("metrics" if name == "train" else name)
         loop = self._loop(name)
@@ -397,6 +400,9 @@ def run(cfg: Any) -> Iterator[Run]:
     3
     done in 0:00; metrics are in ...
     """
+    if isinstance(cfg, type) or not attrs.has(type(cfg)):
+        instead = f"{cfg.__name__}()" if isinstance(cfg, type) else "an instance of a class of @attrs.frozen"
+        raise ConfigError(f"run: cfg is {described(cfg)}; give {instead}")
     text = config.dump(cfg, redacted)
     started, keep = time.monotonic(), getattr(cfg, "checkpoints", Checkpoints())
     with ExitStack() as stack:

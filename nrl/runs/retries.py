@@ -8,7 +8,8 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from nrl import checkpoint
-from nrl.errors import FailedStart, LostActor
+from nrl.errors import ArgumentError, FailedStart, LostActor
+from nrl.log import printable, redact
 from nrl.runs.folder import Folders, dead_end, reusing
 from nrl.runtime.preemption import ending
 from nrl.runtime.restarts import beginning_again
@@ -68,7 +69,7 @@ def retrying[C, T](main: Callable[[C], T], times: int = 3, *, pause: float = 1.0
     3
     """
     if times < 0 or pause < 0:
-        raise ValueError(f"retrying: times={times}, pause={pause}; give 0 or more")
+        raise ArgumentError(f"retrying: times={times}, pause={pause}; give 0 or more")
 
     @functools.wraps(main)
     def retried(cfg: C) -> T:
@@ -91,7 +92,7 @@ def retrying[C, T](main: Callable[[C], T], times: int = 3, *, pause: float = 1.0
             wait = min(pause * 2 ** (failures - 1), _LONGEST)
             steps = (f"after step {step} of '{root.name}' in {root.parents[1]}" for root, step in reached.items())
             where = ", ".join(steps) or "from the beginning"
-            print(f"retrying: {lost}", flush=True)
+            print(f"retrying: {printable(redact(str(lost)))}", flush=True)
             print(
                 f"retrying: attempt {attempt} begins in {wait:g} s, {where}; retry {failures} of {times} since the "
                 "last new checkpoint",

@@ -1,11 +1,13 @@
 """`fit`: the plain training loop over a loss; `minibatched`: several optimizer steps on one batch."""
 
+import inspect
 from typing import Any
 
-from nrl.algos import Loss
+from nrl.algos import Loss, name_of
+from nrl.arguments import checked
 from nrl.backends import Trainer, TrainState, TrainStep
 from nrl.batch import Batch, assign, minibatches
-from nrl.errors import ConfigError
+from nrl.errors import ArgumentError, ConfigError
 from nrl.reduce import Metrics, merge, without
 from nrl.runs import Run
 from nrl.runtime import Future, done
@@ -14,6 +16,7 @@ from nrl.stream import Stream
 __all__ = ["fit", "minibatched"]
 
 
+@checked("fit")
 def fit(run: Run, name: str, trainer: Trainer, loss: Loss, stream: Stream[Batch], steps: int) -> TrainState:
     """Train on the batches of a stream, as a loop of a run: restored, logged and saved.
 
@@ -53,6 +56,7 @@ def fit(run: Run, name: str, trainer: Trainer, loss: Loss, stream: Stream[Batch]
     return state
 
 
+@checked("minibatched")
 def minibatched(step: TrainStep, n: int, seed: int = 0) -> TrainStep:
     """Make a train step take ``n`` optimizer steps on a batch, each on a part of its rows.
 
@@ -84,6 +88,8 @@ def minibatched(step: TrainStep, n: int, seed: int = 0) -> TrainStep:
     """
     if n < 1:
         raise ConfigError(f"minibatched: n is {n}; a batch is at least one part")
+    if next(iter(inspect.signature(step).parameters), "") == "out":
+        raise ArgumentError(f"minibatched: step is the loss {name_of(step)}; give trainer.train_step(loss)", "step")
     if n == 1:
         return step
 

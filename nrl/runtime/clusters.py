@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from nrl.arguments import checked
 from nrl.errors import PlacementError
 from nrl.runtime.mesh.local import LocalCluster
 from nrl.runtime.mesh.placement import Cluster
@@ -29,6 +30,7 @@ _RAY_SETTINGS = {
 
 
 @contextmanager
+@checked("cluster")
 def cluster(address: str = "local", *, deadline: float = _DEADLINE) -> Iterator[Cluster]:
     """Enter a cluster: ``with nrl.cluster("local") as cluster``.
 

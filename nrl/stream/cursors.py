@@ -4,6 +4,7 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
+from nrl.arguments import check_argument, register_kind
 from nrl.errors import DataError
 
 __all__ = ["Source", "Stream", "counting", "derived", "whole"]
@@ -26,6 +27,22 @@ class Stream[T](Protocol):
     def restore(self) -> Callable[[Mapping[str, Any]], None]:
         """Continue from a state."""
         ...
+
+
+def _instead_of_stream(value: Any) -> str:
+    if isinstance(value, int):
+        return "give a stream; how many steps there are is the next argument: run.steps(stream, n)"
+    if isinstance(value, list | tuple | range):
+        return "give a stream, such as nrl.stream.counting(items.__getitem__), or nrl.data.tasks(rows) of rows"
+    return "give a stream, which has take, state and restore: nrl.data.tasks, nrl.rollouts or nrl.stream.counting(item)"
+
+
+def _is_stream(value: Any) -> bool:
+    return not isinstance(value, type) and all(callable(getattr(value, key, None)) for key in _VERBS)
+
+
+_VERBS = ("take", "state", "restore")
+register_kind(Stream, _instead_of_stream, _is_stream)
 
 
 class Source[T](NamedTuple):
@@ -118,6 +135,7 @@ def counting(item: Callable[[int], Any] = operator.index, *, name: str = "counti
 
     def take(n: int) -> list[Any]:
         nonlocal cursor
+        check_argument(name, "take(n)", n, int)
         if n < 0:
             raise DataError(f"{name}: take({n}); the number of items cannot be negative")
         cursor += n

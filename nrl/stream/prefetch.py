@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from itertools import islice
 from typing import Any
 
+from nrl.arguments import checked
 from nrl.errors import DataError
 from nrl.runtime.mesh.futures import done
 from nrl.runtime.preemption import patience
@@ -50,6 +51,7 @@ def too_late() -> bool:
     return _ASKED.get() not in (None, _ends)
 
 
+@checked("ahead")
 def ahead[T](stream: Stream[T], n: int) -> Source[T]:
     """Items up to ``n`` versions early: pull ``k`` gets an item made before pull ``max(k - n, 0)`` returned.
 

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from nrl.algos._rows import check_finite, valid_rows
 from nrl.algos.loss_contract import name_of
+from nrl.arguments import checked, described
 from nrl.batch import Batch, assign, concatenate, require
 from nrl.batch.columns import DROPPED_TOKENS
-from nrl.errors import DataError
+from nrl.errors import ArgumentError, DataError
 from nrl.stream.cursors import Source, Stream, derived
 
 __all__ = ["Versioned", "batched", "drop_uniform", "filtered", "fresh"]
@@ -28,6 +29,7 @@ class Versioned(Protocol):
 _concatenate = cast(Callable[[Sequence[Any]], Batch], concatenate)
 
 
+@checked("batched")
 def batched[T](stream: Stream[T], n: int, collate: Callable[[Sequence[T]], Batch] = _concatenate) -> Source[Batch]:
     """Batches of ``n`` items; they are asked for at once, so that a sampler decodes them together.
 
@@ -52,6 +54,7 @@ def batched[T](stream: Stream[T], n: int, collate: Callable[[Sequence[T]], Batch
     return derived(stream, take)
 
 
+@checked("drop_uniform")
 def drop_uniform(stream: Stream[Batch], patience: int = 32) -> Source[Batch]:
     """Drop the groups whose rewards are all equal, which teach nothing, and ask for others in their place.
 
@@ -95,6 +98,7 @@ def drop_uniform(stream: Stream[Batch], patience: int = 32) -> Source[Batch]:
     return _filtered("drop_uniform", "uniform", stream, teaches, patience, complain)
 
 
+@checked("filtered")
 def filtered(stream: Stream[Batch], keep: Callable[[Batch], bool], patience: int = 32) -> Source[Batch]:
     """Keep the groups or batches that a predicate accepts, and ask for others in place of the rest.
 
@@ -137,6 +141,7 @@ def filtered(stream: Stream[Batch], keep: Callable[[Batch], bool], patience: int
     return _filtered("filtered", "filtered", stream, kept, patience, complain)
 
 
+@checked("fresh")
 def fresh(stream: Stream[Batch], lag: int, sampler: Versioned, patience: int = 32) -> Source[Batch]:
     """Drop groups or batches with a row older than ``lag`` versions, and ask for others in their place.
 
@@ -160,6 +165,8 @@ def fresh(stream: Stream[Batch], lag: int, sampler: Versioned, patience: int = 3
     >>> fresh(counting(group), 1, Now()).take(1)[0]["version"].tolist()
     [4]
     """
+    if not hasattr(sampler, "version"):
+        raise ArgumentError(f"fresh: sampler is {described(sampler)}, without a version; give the sampler", "sampler")
     if lag < 0:
         raise DataError(f"fresh: lag is {lag}; it must not be negative")
 

@@ -4,6 +4,7 @@ import itertools
 from functools import partial
 from typing import Any, Literal
 
+from nrl.arguments import checked
 from nrl.backends.base import Model
 from nrl.backends.engines import TrainEngine
 from nrl.backends.training.optimizers import Optimizer
@@ -19,6 +20,7 @@ __all__ = ["trainer"]
 _NUMBERS = itertools.count(1)  # so that errors can tell trainers apart
 
 
+@checked("fsdp.trainer")
 def trainer(
     place: Slots | Mesh,
     model: Model,
@@ -104,14 +106,13 @@ def _make_engine(
     alone: bool,
 ) -> TrainEngine[Any, Any]:
     """In a process of the mesh, which may be the mesh's alone."""
-    import torch
-
     from nrl.backends.fsdp.torch_engine import TorchEngine
     from nrl.backends.training.determinism import make_deterministic
+    from nrl.backends.training.devices import device_of
     from nrl.backends.training.packed_attention import packing_on
     from nrl.runtime import process, segments
 
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = device_of("fsdp.trainer", device)
     if alone and where.type == "cuda":  # engines of vLLM, which may lie in the driver's process, refuse them
         segments.grow()
     packing = packing_on(where, packing, model.dtype, "fsdp.trainer")

@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+from nrl.arguments import checked
 from nrl.backends.base import Model, Sampling
 from nrl.backends.hf.hf_engine import HfEngine
 from nrl.backends.models.loading import skeleton
@@ -15,6 +16,7 @@ from nrl.runtime.mesh.placement import Mesh, Slots
 __all__ = ["sampler"]
 
 
+@checked("hf.sampler")
 def sampler(
     place: Slots | Mesh, model: Model, sampling: Sampling | None = None, *, routes: bool = False, **engine: Any
 ) -> EnginePool:

@@ -8,6 +8,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any, Literal
 
+from nrl.arguments import checked
 from nrl.backends.base import Model
 from nrl.backends.engines import TrainEngine
 from nrl.backends.training.optimizers import Optimizer
@@ -22,6 +23,7 @@ __all__ = ["trainer"]
 _NUMBERS = itertools.count(1)  # so that errors can tell trainers apart
 
 
+@checked("megatron.trainer")
 def trainer(
     place: Slots | Mesh,
     model: Model,
@@ -100,15 +102,14 @@ def _make_engine(
     alone: bool,
 ) -> TrainEngine[Any, Any]:
     """In a process of the mesh, which may be the mesh's alone."""
-    import torch
-
     _quiet()
     from nrl.backends.megatron.megatron_engine import MegatronEngine
     from nrl.backends.megatron.options import options as sorted_options
+    from nrl.backends.training.devices import device_of
     from nrl.backends.training.packed_attention import packing_on
     from nrl.runtime import process, segments
 
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = device_of("megatron.trainer", device)
     if alone and where.type == "cuda":
         segments.grow()
     here = process().device_mesh

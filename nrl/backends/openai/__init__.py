@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import attrs
 
+from nrl.arguments import checked
 from nrl.backends.base import Bucket, Chunks, Completion, Model, Sampling
 from nrl.backends.models.loading import end_tokens, load_config, load_tokenizer
 from nrl.backends.openai.client import connected
@@ -17,7 +18,7 @@ from nrl.backends.openai.endpoint import Endpoint, Meaning, probe, served
 from nrl.backends.openai.several import Servers
 from nrl.backends.samplers import Capabilities, Inflight
 from nrl.backends.sampling.request_checks import check_prompts, truncates, warn_of_truncation
-from nrl.errors import GenerationError
+from nrl.errors import ArgumentError, GenerationError
 from nrl.runtime.mesh.futures import Future, gathered
 from nrl.runtime.threads import beside
 
@@ -26,6 +27,7 @@ __all__ = ["EndpointSampler", "sampler"]
 _WHO = "openai.sampler"
 
 
+@checked("openai.sampler")
 def sampler(
     url: str | Sequence[str],
     model: Model,
@@ -74,7 +76,7 @@ def sampler(
     """
     servers = [connected(_WHO, each, api_key, timeout, in_flight) for each in ([url] if isinstance(url, str) else url)]
     if not servers:
-        raise ValueError(f"{_WHO}: url is empty; give the address of a server, or several")
+        raise ArgumentError(f"{_WHO}: url is empty; give the address of a server, or several")
     tokenizer = load_tokenizer(model)
     config, generation = load_config(model)
     found = [served(server, name) for server in servers]

@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 import attrs
 
-from nrl.errors import ClusterError, DeadlineExceeded, GenerationError
+from nrl.errors import ArgumentError, ClusterError, DeadlineExceeded, GenerationError
 
 __all__ = ["Answer", "Server", "connected", "excerpt", "is_private"]
 
@@ -162,9 +162,9 @@ def connected(who: str, url: str, api_key: str | None, timeout: float, in_flight
     """
     if not url.startswith(("http://", "https://")):
         shown = url.rpartition("@")[2]  # before it a password may stand
-        raise ValueError(f"{who}: the url is {shown!r}; give one such as 'http://localhost:8000/v1'")
+        raise ArgumentError(f"{who}: the url is {shown!r}; give one such as 'http://localhost:8000/v1'")
     if not timeout > 0 or in_flight < 1:
-        raise ValueError(f"{who}: timeout is {timeout} and in_flight {in_flight}; both have to be positive")
+        raise ArgumentError(f"{who}: timeout is {timeout} and in_flight {in_flight}; both have to be positive")
     key = _of_environment(who, url) if api_key is None else api_key
     return Server(who, url.rstrip("/").removesuffix("/v1") + "/v1", key, timeout, in_flight)
 

@@ -59,8 +59,6 @@ def check_needs(who: str, needs: Collection[str], provides: Collection[str], nam
     Raises:
         MissingOutput: it does not, or not all of them at once.
     """
-    if isinstance(needs, str):
-        raise MissingOutput(f"{who}: needs is {needs!r}; give a collection of names")
     several = sorted(need for need in needs if output_kind(need) == "top_k")
     if len(several) > 1:
         raise MissingOutput(f"{who}: it needs {' and '.join(several)}, and one of them at a time can be computed")

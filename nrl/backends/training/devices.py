@@ -10,11 +10,12 @@ from collections.abc import Callable
 
 import torch
 
+from nrl.errors import ArgumentError
 from nrl.reduce import Max, Mean, Metrics
 from nrl.runtime.mesh.current_process import idle, process
 from nrl.runtime.peaks import peak
 
-__all__ = ["FLOPS", "PREFIX", "measuring"]
+__all__ = ["FLOPS", "PREFIX", "device_of", "measuring"]
 
 PREFIX = "device/"
 """With which names begin."""
@@ -22,6 +23,21 @@ PREFIX = "device/"
 FLOPS = "flops"
 """The metric in which an engine says, as a `nrl.reduce.Sum`, how many floating-point operations its model needed."""
 _GIB = 2**30
+
+
+def device_of(caller: str, name: str | None) -> torch.device:
+    """Return the device of a name; None: a GPU if there is one.
+
+    Raises:
+        ArgumentError: torch knows no such device.
+
+    >>> device_of("fsdp.trainer", "cpu")
+    device(type='cpu')
+    """
+    try:
+        return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise ArgumentError(f"{caller}: device is {name!r}; give 'cpu' or 'cuda', or leave it out", "device") from None
 
 
 def measuring() -> Callable[[Metrics], Metrics]:

@@ -29,12 +29,14 @@ class ValueAndGrad(NamedTuple):
         terms: detached.
         metrics: detached; those of the loss, and `nrl.algos.mismatch_metrics` of the outputs.
         gradients: of ``loss``, for each output ``[*b, T, ...]``; zeros for an output that it does not read.
+        differentiable: whether the loss depends on any output by differentiable operations.
     """
 
     loss: Tensor
     terms: dict[str, Mean]
     metrics: Metrics
     gradients: dict[str, Tensor]
+    differentiable: bool
 
 
 def value_and_grad(
@@ -77,6 +79,7 @@ def value_and_grad(
             key: torch.zeros_like(leaf) if grad is None else grad
             for (key, leaf), grad in zip(leaves.items(), found, strict=True)
         },
+        total.requires_grad,
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from nrl.algos import LogitsOutput, Loss, name_of, needed, output_kind, output_shape
 from nrl.backends.training.head_functions import call_on
 from nrl.backends.training.plans import columns_at, predicted
-from nrl.backends.training.terms import called, check_terms, check_weights, global_weights
+from nrl.backends.training.terms import called, check_terms, check_weights, global_weights, no_gradient
 from nrl.batch import Batch, Parts, lengths, microbatches, pad, shard
 from nrl.errors import WeightError
 from nrl.reduce import Mean
@@ -62,6 +62,7 @@ def check_law(
         Whether the batch was enough to check that.
 
     Raises:
+        NoGradient: the loss depends on no output.
         WeightError: the loss, or a function of logits that it needs, breaks the law.
         TypeError: a function of logits returned something of another shape than it declared.
 
@@ -171,6 +172,8 @@ def _adds_up(
     for terms, found in [(whole, slopes), (padded, with_padding), *halves]:
         if not all(bool(x.isfinite().all()) for x in [*found.values(), *(term.total for term in terms.values())]):
             return False  # a later check has a better error for that
+    if not slopes:
+        raise no_gradient(f"train_step({name})")
     for key, term in whole.items():
         total, added = float(term.total), [float(terms[key].total) for terms, _ in halves]
         if abs(sum(added) - total) > 1e-3 * (sum(map(abs, added)) + abs(total)):  # rows may cancel
@@ -205,15 +208,14 @@ def _compare(name: str, output: str, one: Tensor, other: Tensor, allowed: float,
 def _differentiated(
     loss: Loss, batch: Batch, weights: Mapping[str, float], outputs: Mapping[str, Tensor]
 ) -> tuple[dict[str, Mean], dict[str, Tensor]]:
-    """The terms of a loss, and the gradient of its weighted sum for each output."""
+    """The terms of a loss, and the gradient of its weighted sum for each output; no gradients if it depends on none."""
     leaves = {key: x.clone().requires_grad_() for key, x in outputs.items()}
     with torch.enable_grad():
         terms = called(loss, batch, leaves)
         check_terms(name_of(loss), terms, weights)
         total = torch.stack([term.total / weights[key] for key, term in terms.items()]).sum()
-    found = tuple(torch.zeros_like(x) for x in leaves.values())
-    if total.requires_grad:
-        found = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
-    return {key: Mean(*(x.detach() for x in term)) for key, term in terms.items()}, dict(
-        zip(leaves, found, strict=True)
-    )
+    detached = {key: Mean(*(x.detach() for x in term)) for key, term in terms.items()}
+    if not total.requires_grad:
+        return detached, {}
+    found = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
+    return detached, dict(zip(leaves, found, strict=True))

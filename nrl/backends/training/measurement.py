@@ -3,6 +3,7 @@
 from tensordict import TensorDict
 
 from nrl.algos import Loss, name_of, needed
+from nrl.arguments import checked
 from nrl.backends.training.states import Params
 from nrl.backends.training.terms import LOGPROBS, terms_of
 from nrl.backends.training.trainer import Trainer
@@ -13,6 +14,7 @@ from nrl.reduce import Metrics
 __all__ = ["evaluate"]
 
 
+@checked("evaluate")
 def evaluate(loss: Loss, trainer: Trainer, params: Params, batch: Batch) -> Metrics:
     """Compute a loss and its metrics on a batch, by the same function that trains.
 

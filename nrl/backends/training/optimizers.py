@@ -6,7 +6,9 @@ from typing import Any, Literal
 
 import attrs
 
+from nrl.arguments import Unbounded, checked, register_kind
 from nrl.backends.training.rates import Schedule, fraction
+from nrl.errors import ArgumentError
 
 __all__ = [
     "Group",
@@ -23,6 +25,7 @@ _ge, _gt, _lt = attrs.validators.ge, attrs.validators.gt, attrs.validators.lt
 _fraction = attrs.validators.and_(_ge(0), _lt(1))
 
 
+@checked("Group")
 @attrs.frozen
 class Group:
     """What is particular to some weights; where several groups fit a weight, the first one counts.
@@ -46,6 +49,7 @@ class Group:
     muon: bool = True
 
 
+@checked("Optimizer")
 @attrs.frozen
 class Optimizer:
     """An optimizer as data; made by `adamw`, `sgd`, `muon` and `own`, which say what the fields mean.
@@ -63,7 +67,7 @@ class Optimizer:
     betas: tuple[float, float] = attrs.field(default=(0.9, 0.999), validator=attrs.validators.deep_iterable(_fraction))
     eps: float = attrs.field(default=1e-8, validator=_gt(0))
     weight_decay: float = attrs.field(default=0.0, validator=_ge(0))
-    clip: float = attrs.field(default=1.0, validator=_gt(0))
+    clip: Unbounded = attrs.field(default=1.0, validator=_gt(0))
     schedule: Schedule | Callable[[int], float] = Schedule()
     kind: Literal["adamw", "sgd", "muon", "own"] = attrs.field(
         default="adamw", validator=attrs.validators.in_(["adamw", "sgd", "muon", "own"])
@@ -91,25 +95,43 @@ class Optimizer:
         for name in ("momentum", "nesterov", "scale", "precision", "moments"):
             if getattr(self, name) is not None and name not in reads.get(self.kind, ()):
                 kinds = " and ".join(f"'{kind}'" for kind, names in reads.items() if name in names)
-                raise ValueError(
+                raise ArgumentError(
                     f"Optimizer: {name} is for {kinds} alone; found {getattr(self, name)!r} of '{self.kind}'"
                 )
         if self.kind == "sgd" and self.nesterov and not self.momentum:
-            raise ValueError("Optimizer: nesterov needs a momentum, and there is none; give one above 0")
+            raise ArgumentError("Optimizer: nesterov needs a momentum, and there is none; give one above 0")
         if (self.kind == "own") != (self.make is not None):
-            raise ValueError(
+            raise ArgumentError(
                 f"Optimizer: the kind 'own' and nothing else has make, a function; found '{self.kind}' and "
                 f"make={self.make!r}; use own(make, lr=...)"
             )
         if self.kind == "own" and self.weight_decay:
-            raise ValueError(
+            raise ArgumentError(
                 f"Optimizer: weight_decay={self.weight_decay} would do nothing; have make pass it to its optimizer"
             )
         for group in self.groups:
             if not group.muon and self.kind != "muon":
-                raise ValueError(f"Optimizer: {group} keeps Muon away; found '{self.kind}', which has none")
+                raise ArgumentError(f"Optimizer: {group} keeps Muon away; found '{self.kind}', which has none")
 
 
+def _instead_of_optimizer(value: Any) -> str:
+    name = value.__name__ if isinstance(value, type) else type(value).__name__
+    if value in (adamw, sgd, muon, own):
+        return f"call it: {value.__name__}(lr=1e-6)"
+    if callable(getattr(value, "func", None)):
+        return "give adamw(lr=1e-6), or nrl.backends.own(make, lr=1e-6) for an optimizer of torch that make builds"
+    if hasattr(value, "zero_grad") or hasattr(value, "step"):
+        return (
+            "give adamw(lr=1e-6), as data: each process makes its own from the weights that it holds. For another one "
+            f"of torch give nrl.backends.own(torch.optim.{name}, lr=1e-6)"
+        )
+    return f"give adamw(lr={value!r})" if isinstance(value, float) else "give adamw(lr=1e-6), or sgd, muon or own"
+
+
+register_kind(Optimizer, _instead_of_optimizer)
+
+
+@checked("adamw")
 def adamw(
     lr: float,
     *,
@@ -117,7 +139,7 @@ def adamw(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     moments: Literal["float32", "bfloat16"] = "float32",
-    clip: float = 1.0,
+    clip: Unbounded = 1.0,
     schedule: Schedule | Callable[[int], float] | None = None,
     groups: Iterable[Group] = (),
 ) -> Optimizer:
@@ -143,16 +165,19 @@ def adamw(
     0.5
     """
     kept = None if moments == "float32" else moments  # so that another kind can replace it in a configuration
-    return Optimizer(lr, betas, eps, weight_decay, clip, schedule or Schedule(), moments=kept, groups=tuple(groups))
+    return Optimizer(
+        lr, (betas[0], betas[1]), eps, weight_decay, clip, schedule or Schedule(), moments=kept, groups=tuple(groups)
+    )
 
 
+@checked("sgd")
 def sgd(
     lr: float,
     *,
     momentum: float = 0.0,
     nesterov: bool = False,
     weight_decay: float = 0.0,
-    clip: float = 1.0,
+    clip: Unbounded = 1.0,
     schedule: Schedule | Callable[[int], float] | None = None,
     groups: Iterable[Group] = (),
 ) -> Optimizer:
@@ -185,6 +210,7 @@ def sgd(
     )
 
 
+@checked("muon")
 def muon(
     lr: float,
     *,
@@ -195,7 +221,7 @@ def muon(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
-    clip: float = 1.0,
+    clip: Unbounded = 1.0,
     schedule: Schedule | Callable[[int], float] | None = None,
     groups: Iterable[Group] = (),
 ) -> Optimizer:
@@ -228,7 +254,7 @@ def muon(
     """
     return Optimizer(
         lr,
-        betas,
+        (betas[0], betas[1]),
         eps,
         weight_decay,
         clip,
@@ -242,11 +268,12 @@ def muon(
     )
 
 
+@checked("own")
 def own(
     make: Callable[[Any], Any],
     *,
     lr: float,
-    clip: float = 1.0,
+    clip: Unbounded = 1.0,
     schedule: Schedule | Callable[[int], float] | None = None,
     groups: Iterable[Group] = (),
 ) -> Optimizer:
@@ -290,7 +317,7 @@ def learning_rate(optimizer: Optimizer, step: int) -> float:
         return optimizer.lr * fraction(schedule, step)
     rate = optimizer.lr * float(schedule(step))
     if not (math.isfinite(rate) and rate >= 0):
-        raise ValueError(
+        raise ArgumentError(
             f"learning_rate: the schedule gives {rate} at optimizer step {step}; give a finite rate of 0 or more"
         )
     return rate

@@ -5,6 +5,9 @@ from typing import Any, Literal
 
 import attrs
 
+from nrl.arguments import checked
+from nrl.errors import ArgumentError
+
 __all__ = ["Schedule", "fraction"]
 
 _ge = attrs.validators.ge
@@ -12,12 +15,13 @@ _ge = attrs.validators.ge
 
 def _steps_or_share(_: object, field: "attrs.Attribute[Any]", value: float) -> None:
     if not (value >= 0 and (isinstance(value, int) or value < 1)):
-        raise ValueError(
+        raise ArgumentError(
             f"Schedule: {field.name}={value!r} is neither a whole number of optimizer steps nor, below 1, a share of "
             "steps"
         )
 
 
+@checked("Schedule")
 @attrs.frozen
 class Schedule:
     """A schedule of the learning rate: linear warm-up, then constant, or a decay to ``floor``.
@@ -70,15 +74,15 @@ class Schedule:
 
     def __attrs_post_init__(self) -> None:
         if self.kind != "constant" and self.steps <= self.warmup_steps:
-            raise ValueError(
+            raise ArgumentError(
                 f"Schedule: a {self.kind} decay needs steps > warmup; found steps={self.steps}, warmup={self.warmup}"
             )
         if not self.steps and 0 < self.warmup < 1:
-            raise ValueError(f"Schedule: warmup={self.warmup} is a share of steps, and there are none; give steps")
+            raise ArgumentError(f"Schedule: warmup={self.warmup} is a share of steps, and there are none; give steps")
         if self.kind != "wsd" and self.decay:
-            raise ValueError(f"Schedule: decay={self.decay} is for the kind 'wsd' alone; found '{self.kind}'")
+            raise ArgumentError(f"Schedule: decay={self.decay} is for the kind 'wsd' alone; found '{self.kind}'")
         if self.kind == "wsd" and not 0 < self.decay_steps <= self.steps - self.warmup_steps:
-            raise ValueError(
+            raise ArgumentError(
                 f"Schedule: wsd needs a decay of 1 to {self.steps - self.warmup_steps} steps, which is steps - warmup; "
                 f"found decay={self.decay}" + (f", {self.decay_steps} steps" if 0 < self.decay < 1 else "")
             )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from nrl.arguments import register_kind
 from nrl.backends.base import Bucket
 from nrl.backends.models.pieces import Joining
 from nrl.backends.training import on_ranks
@@ -133,3 +134,15 @@ class TrainState:
     def version(self) -> int:
         """The version of its weights: how many publishes there have been."""
         return self._params.version
+
+
+def _instead_of_params(value: Any) -> str:
+    return "give state.params" if isinstance(value, TrainState) else "give state.params, or trainer.load()"
+
+
+def _instead_of_state(value: Any) -> str:
+    return "give the train state, as trainer.init() or the step before returned it"
+
+
+register_kind(Params, _instead_of_params)
+register_kind(TrainState, _instead_of_state)

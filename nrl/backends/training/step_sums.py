@@ -12,7 +12,7 @@ from nrl.backends.training.devices import FLOPS
 from nrl.backends.training.flops import Cost, step_flops
 from nrl.backends.training.gradients import ignores, value_and_grad
 from nrl.backends.training.plans import Plan
-from nrl.backends.training.terms import check_weights
+from nrl.backends.training.terms import check_weights, no_gradient
 from nrl.batch import Batch, lengths
 from nrl.errors import BatchError, NotFinite
 from nrl.reduce import Mean, Metrics, Sum, merge
@@ -81,6 +81,7 @@ class StepSums:
     ) -> None:
         self._loss, self._name, self._weights, self._counted, self._cost = loss, name, weights, counted, cost
         self._sums: Metrics = {}
+        self._differentiable = False
         self._trusted = torch.ones((), dtype=torch.bool, device=device)
 
     def add(self, outputs: Mapping[str, Tensor], batch: Batch, left_out: Tensor) -> dict[str, Tensor]:
@@ -92,6 +93,7 @@ class StepSums:
             left_out: ``[k]`` int64, the tokens of the flattened batch whose outputs have not been computed.
         """
         found = value_and_grad(self._loss, self._name, outputs, batch, self._weights)
+        self._differentiable |= found.differentiable
         if len(left_out):
             self._trusted &= ignores(self._loss, self._name, outputs, batch, self._weights, left_out, found)
         terms = {f"loss/{key}": term for key, term in found.terms.items()} if len(found.terms) > 1 else {}
@@ -112,16 +114,18 @@ class StepSums:
 
         Raises:
             BatchError: no process has read an output.
+            NoGradient: the loss depends on no output in any process.
+            NotFinite: the loss is NaN or infinite.
             WeightError: the weights of the real calls do not add up to those of the whole batch.
             Exception: what was held back in any process.
         """
         who = f"train_step({self._name})"
         sums, (certain,) = _fetch(self._sums, self._trusted)
         mine = sums | _counts(microbatches, works, self._cost) if self._counted else {}
-        everybody = held.meet(who, (mine, certain, read))
-        if not all(certain for _, certain, _ in everybody):
+        everybody = held.meet(who, (mine, certain, read, self._differentiable))
+        if not all(certain for _, certain, *_ in everybody):
             return None
-        if not any(read for *_, read in everybody):
+        if not any(read for *_, read, _ in everybody):
             raise BatchError(
                 f"{who}: no output of the model is read, so no parameter has a gradient; nothing was "
                 "changed. 'loss_mask' is true at no token that has one before it in its row, from which a model "
@@ -130,6 +134,13 @@ class StepSums:
         whole = functools.reduce(merge, [sums for sums, *_ in everybody])
         seen = {key: float(whole.pop(_SEEN + key)[0]) for key in self._weights}
         check_weights(self._name, seen, self._weights)
+        if not any(differentiable for *_, differentiable in everybody):
+            raise no_gradient(who)
+        if not torch.isfinite(total := whole["loss"][0]):
+            raise NotFinite(
+                f"{who}: the loss is {float(total)}; nothing was changed. Look for NaN or infinite values in the "
+                "batch's columns, and for a logarithm or a division of 0 or an exp in the loss; clamp before them"
+            )
         return whole
 
 

@@ -5,6 +5,7 @@ outputs of zeros, before the first forward. The engine divides each micro-batch'
 """
 
 import contextlib
+import inspect
 import math
 import re
 from collections.abc import Collection, Mapping
@@ -16,13 +17,14 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nrl.algos import Loss, name_of, needed, output_shape
+from nrl.arguments import described, register_kind
 from nrl.backends.training.shape_tensors import ShapeTensor
 from nrl.batch import Batch, microbatches, unchanged
 from nrl.batch.columns import COLUMNS
-from nrl.errors import MissingColumn, MissingOutput, WeightError
+from nrl.errors import LossResultError, MissingColumn, MissingOutput, NoGradient, WeightError
 from nrl.reduce import Ess, Max, Mean, Metrics, Min, Sum
 
-__all__ = ["LOGPROBS", "called", "check_terms", "check_weights", "global_weights", "terms_of"]
+__all__ = ["LOGPROBS", "called", "check_terms", "check_weights", "global_weights", "no_gradient", "terms_of"]
 
 _RELATIVE = 1e-5
 """How far sums of weights in another order may differ, as a fraction."""
@@ -44,17 +46,77 @@ def terms_of(name: str, value: Any) -> tuple[dict[str, Mean], Metrics]:
         value: that it returned: a `Mean`, which becomes the term ``loss``, or a dict of them; and metrics.
 
     Raises:
-        TypeError: it returned something else.
+        LossResultError: it returned something else.
     """
     match value:
         case (Mean() as mean, dict() as metrics):
             return _checked_terms(name, {"loss": mean}), _checked_metrics(name, metrics)
         case (dict() as terms, dict() as metrics) if terms and all(isinstance(x, Mean) for x in terms.values()):
             return _checked_terms(name, terms), _checked_metrics(name, metrics)
-    raise TypeError(
-        f"{name} returned {type(value).__name__}; a loss returns (Mean, metrics) or (dict of Mean, metrics), for "
-        "example (token_mean(loss, batch['loss_mask']), {})"
+    raise LossResultError(f"{name} returned {_returned(value)}. {_RESULT}")
+
+
+_RETURN = 'return token_mean(x, batch["loss_mask"]), {}'
+_RESULT = (
+    "A loss returns (Mean, metrics) or (dict of Mean, metrics), since a mean over a part of a batch could not be added "
+    f"up: where x is the loss of each token, [B, T] without any mean or sum, end with `{_RETURN}`"
+)
+
+
+def no_gradient(who: str) -> NoGradient:
+    """Return the error of a loss that depends on no output."""
+    return NoGradient(
+        f"{who}: the loss has no gradient: no term of it depends on an output of the model, so nothing was changed. "
+        "Compute it from out['logprobs'] or another output, without detach(), item(), numpy or torch.no_grad() on the "
+        "way; only metrics may be detached"
     )
+
+
+def _returned(value: Any) -> str:
+    """What a loss returned, and what is wrong with it."""
+    match value:
+        case Mean():
+            return "a Mean without metrics: add `, {}`"
+        case (first, dict()):
+            nothing = "a dict that is empty, or that has something else than a Mean"
+            return nothing if isinstance(first, dict) else f"{_returned(first)} (with metrics)"
+        case (_, other):
+            return f"metrics that are {described(other)}, and no dict"
+        case Tensor() if value.ndim == 0:
+            return "a scalar, which is summed or averaged already"
+        case Tensor():
+            return f"a tensor of shape {list(value.shape)}"
+        case None:
+            return "None: its last line has no `return`"
+        case _ if callable(value):
+            return f"a function, {name_of(value)}, so it makes a loss and is none: call it with its options first"
+    return described(value)
+
+
+def _is_loss(value: Any) -> bool:
+    """Whether a value can be called with outputs and a batch, and is no module, which would be called with tensors."""
+    if not callable(value) or hasattr(value, "state_dict"):
+        return False
+    try:
+        inspect.signature(value).bind(None, None)
+    except TypeError:
+        return False
+    except ValueError:  # a function that has no signature
+        pass
+    return True
+
+
+def _instead_of_loss(value: Any) -> str:
+    example = "def loss(out, batch), which reads out['logprobs'] and ends with `" + _RETURN + "`"
+    if not callable(value) or hasattr(value, "state_dict"):
+        return f"give a function, such as nrl.algos.sft_loss, or write {example}"
+    name, parameters = name_of(value), ", ".join(inspect.signature(value).parameters)
+    if str(getattr(value, "__module__", "")).startswith("nrl."):
+        return f"it makes a loss of {parameters}: call it, {name}(...), and give what it returns"
+    return f"a loss takes two arguments, and this one takes ({parameters}): write {example}"
+
+
+register_kind(Loss, _instead_of_loss, _is_loss)
 
 
 def _checked_terms(name: str, terms: dict[str, Mean]) -> dict[str, Mean]:
@@ -62,7 +124,7 @@ def _checked_terms(name: str, terms: dict[str, Mean]) -> dict[str, Mean]:
         for part, value in zip(term._fields, term, strict=True):
             if not isinstance(value, Tensor) or value.ndim != 0:
                 found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                raise TypeError(
+                raise LossResultError(
                     f"{name}: the {part} of term '{key}' is {found}; it must be a scalar tensor, a sum over rows"
                 )
     return terms
@@ -71,9 +133,11 @@ def _checked_terms(name: str, terms: dict[str, Mean]) -> dict[str, Mean]:
 def _checked_metrics(name: str, metrics: dict[str, Any]) -> Metrics:
     for key, value in metrics.items():
         if key in _RESERVED:
-            raise TypeError(f"{name} returned a metric '{key}', a name that the step itself reports; give it another")
+            raise LossResultError(
+                f"{name} returned a metric '{key}', a name that the step itself reports; give it another"
+            )
         if not isinstance(value, Mean | Sum | Max | Min | Ess) or not all(isinstance(x, Tensor) for x in value):
-            raise TypeError(
+            raise LossResultError(
                 f"{name} returned the metric '{key}' as a {type(value).__name__}; return a Mean, Sum, Max, Min or Ess, "
                 f"such as token_mean({key}, batch['loss_mask'])"
             )
@@ -161,6 +225,19 @@ def called(loss: Loss, batch: Batch, outputs: Mapping[str, Tensor]) -> dict[str,
             terms, _ = terms_of(name, loss(out, batch))
     except MissingColumn:
         raise
+    except TypeError as error:
+        if str(error) != "'TensorDict' object is not callable":
+            raise
+        raise LossResultError(
+            f"{name} calls its first argument, and that is no model: the trainer has computed the outputs already. "
+            "Read out['logprobs'], [B, T], the log-probability of each token"
+        ) from error
+    except AttributeError as error:
+        key = str(error.name)
+        if not isinstance(error.obj, TensorDict) or key not in {*out.keys(), *batch.keys()}:
+            raise
+        owner = "out" if key in out.keys() else "batch"
+        raise MissingOutput(f"{name}: write {owner}['{key}'] for {owner}.{key}") from error
     except KeyError as error:
         missing = re.match(r".*key \"(.+)\" not found in TensorDict with keys \[(.*)\]", str(*error.args[:1]))
         if missing is None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nrl.algos import LogitsOutput, Loss, name_of, needed
+from nrl.arguments import check_argument, checked, register_kind
 from nrl.backends.base import Bucket, Model
 from nrl.backends.base import top_k as top_k_named
 from nrl.backends.engines import TrainEngine
@@ -40,7 +41,7 @@ from nrl.backends.training.terms import LOGPROBS, global_weights
 from nrl.backends.training.writers import all_written
 from nrl.batch import Batch, deal, microbatches, restore
 from nrl.batch.handles import stand_ins, without_handles
-from nrl.errors import CheckpointError
+from nrl.errors import ArgumentError, CheckpointError
 from nrl.files import (
     MANIFEST,
     NOT_FINITE,
@@ -93,6 +94,10 @@ def make_trainer(
         parts_of: how a shard is split; called as ``parts_of(batch, max_tokens=...)``.
         model: that it trains; None: one that only the engine knows.
     """
+    if max_tokens < 1:
+        raise ArgumentError(
+            f"{name}: max_tokens is {max_tokens}; give the tokens of a micro-batch, 1 or more", "max_tokens"
+        )
     engines = Each(call(mesh, name, make_engine))
     return Trainer(mesh, name, model, engines, partial(parts_of, max_tokens=max_tokens))
 
@@ -163,6 +168,7 @@ class Trainer:
         values = self._call("load", partial(method, "load"), source)
         return self._params(values, 0, False, self.adapter if source is None else None)
 
+    @checked("freeze")
     def freeze(self, params: Params) -> Params:
         """A copy that training does not change."""
         fn, given = self._method_of(params, "freeze", "freeze")
@@ -198,6 +204,7 @@ class Trainer:
 
     # --- outputs, forward only
 
+    @checked("forward")
     def forward(
         self, params: Params, batch: Batch, needs: Collection[str], *, who: str = "forward"
     ) -> dict[str, Future[Tensor]]:
@@ -245,18 +252,22 @@ class Trainer:
             for (name, like), reply in zip(likes.items(), replies, strict=True)
         }
 
+    @checked("logprobs")
     def logprobs(self, params: Params, batch: Batch) -> Future[Tensor]:
         """``[*B, T]`` float32, nats, of each token under its row's ``temperature``; 0 for the first and for padding."""
         return self.forward(params, batch, ["logprobs"], who="logprobs")["logprobs"]
 
+    @checked("values")
     def values(self, params: Params, batch: Batch) -> Future[Tensor]:
         """``[*B, T]`` float32, of a model with ``head="value"``: V before each token, and 0 as in `logprobs`."""
         return self.forward(params, batch, ["values"], who="values")["values"]
 
+    @checked("rewards")
     def rewards(self, params: Params, batch: Batch) -> Future[Tensor]:
         """``[*B]`` float32, of a model with ``head="reward"``."""
         return self.forward(params, batch, ["rewards"], who="rewards")["rewards"]
 
+    @checked("top_k")
     def top_k(self, params: Params, batch: Batch, k: int) -> dict[str, Future[Tensor]]:
         """The most probable tokens at each place, for ``step(state, batch, **teacher.top_k(params, batch, k))``.
 
@@ -290,6 +301,7 @@ class Trainer:
 
     # --- steps
 
+    @checked("train_step")
     def train_step(self, loss: Loss) -> TrainStep:
         """``step(state, batch, **columns) -> (state, Future[Metrics])``: one optimizer step on this loss.
 
@@ -299,21 +311,20 @@ class Trainer:
         who = f"train_step({name_of(loss)})"
         check_needs(who, needed(loss), self.provides, self.name)
         always, widths = self.provides & LOGPROBS, self._widths(needed(loss))
-        checked = told = frozen = False
+        lawful = told = frozen = False
 
+        @checked(who)
         def step(
             state: TrainState, batch: Batch, **columns: Tensor | Future[Tensor]
         ) -> tuple[TrainState, Future[Metrics]]:
-            nonlocal checked, told, frozen
+            nonlocal lawful, told, frozen
             batch = with_shares(with_columns(batch, columns))
             here, whole = without_handles(batch), stand_ins(batch)
-            if not isinstance(state, TrainState):
-                raise TypeError(f"{who}: expected a train state (trainer.init()), found {type(state).__name__}")
             values, params = state.handle.borrow(self, who), state.params
             check_sampled(who, here)
             with refusing(who):
                 weights = global_weights(loss, whole, always=always, widths=widths)
-                checked = checked or check_law(loss, whole, weights, always, widths)
+                lawful = lawful or check_law(loss, whole, weights, always, widths)
             metrics = lag(state.version, here)
             if any(weight == 0 for weight in weights.values()):
                 state.handle.donate(self, who)
@@ -460,6 +471,7 @@ class Trainer:
         """
         shared_folders.check_shared(self.mesh, self.name, folder, who)
 
+    @checked("export")
     def export(self, params: Params, folder: str | Path) -> None:
         """Write Hugging Face format, with adapters added to the weights; of ``params.adapter``, peft's format.
 
@@ -492,8 +504,7 @@ class Trainer:
 
     def _borrow(self, params: Params, who: str) -> Each:
         """What holds some params in the processes."""
-        if not isinstance(params, Params):
-            raise TypeError(f"{who}: expected params (state.params or trainer.load()), found {type(params).__name__}")
+        check_argument(who, "params", params, Params)
         return Each(params.handle.borrow(self, who))
 
     def _method_of(self, params: Params, name: str, who: str) -> tuple[Callable[..., Any], Each]:
@@ -522,3 +533,6 @@ def _of_the_step(metrics: Metrics, results: list[Metrics]) -> Metrics:
     found = without(PREFIX, told)
     whole = Mean(found["loss"][0], torch.ones(()))  # its parts have been added up: over steps it is a mean
     return metrics | found | {"loss": whole, "skipped": Sum(torch.tensor(0.0))}
+
+
+register_kind(Trainer, lambda value: "give the trainer, as fsdp.trainer(slots, model, optimizer) makes one")

@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+from nrl.arguments import checked
 from nrl.backends.base import Model, Sampling
 from nrl.backends.sampling.pool import StreamingEnginePool
 from nrl.backends.sampling.seat import meshes
@@ -19,6 +20,7 @@ _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}  # nats; bfloa
 _ALIASES = {"half": "float16", "float": "float32"}  # of vLLM
 
 
+@checked("vllm.sampler")
 def sampler(
     place: Slots | Mesh,
     model: Model,

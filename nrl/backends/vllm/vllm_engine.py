@@ -24,7 +24,7 @@ from nrl.backends.models.named_weights import check_arrived, check_weight
 from nrl.backends.models.pieces import Joining
 from nrl.backends.vllm import adapters, settings, tensor_parallel, weight_loading
 from nrl.backends.vllm.routed_experts import RoutedExperts
-from nrl.errors import ConfigError, GenerationError, ModelError
+from nrl.errors import ArgumentError, ConfigError, GenerationError, ModelError
 from nrl.runtime.transfer import has_checksum
 
 __all__ = ["VllmEngine"]
@@ -114,7 +114,7 @@ class VllmEngine:
 
         sampling = request.sampling
         if 0 < sampling.temperature < _COLDEST:
-            raise ValueError(
+            raise ArgumentError(
                 f"temperature is {sampling.temperature}, and it would sample at {_COLDEST} without saying so; give 0, "
                 f"or at least {_COLDEST}"
             )

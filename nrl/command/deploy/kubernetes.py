@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 
 from nrl import config
+from nrl.arguments import checked
 from nrl.command.deploy.checks import (
     check_owned,
     check_plain,
@@ -64,6 +65,7 @@ def _references(instance: Any, attribute: Any, value: dict[str, str]) -> None:
             raise ValueError(f"expected SECRET/KEY, the name of a Secret and of a key in it, found {found!r}")
 
 
+@checked("kubernetes")
 @attrs.frozen(kw_only=True)
 class Kubernetes:
     """Write manifests that run a program by KubeRay. The program's own settings follow `--`."""

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import attrs
 
 from nrl import config
+from nrl.arguments import checked
 from nrl.command.deploy.checks import (
     check_options,
     check_owned,
@@ -94,6 +95,7 @@ def _needed(files: Mapping[str, Any], arguments: Sequence[str], loaded: Any) -> 
     return ("base", *(name for (key, value), name in _NEEDED.items() if said.get(key) == value))
 
 
+@checked("slurm")
 @attrs.frozen(kw_only=True)
 class Slurm:
     """Write a batch script that runs a program over the nodes of a job. The program's own settings follow `--`."""

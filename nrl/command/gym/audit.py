@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from nrl.arguments import checked
 from nrl.command.gym import verifying
 from nrl.command.gym.golds import form_of
 from nrl.command.gym.records import FAULTS, Fault, Tried, check_allowed, faults, shortened
@@ -42,6 +43,7 @@ def _named(cfg: Any, field: Any, allow: Sequence[str]) -> None:
 _least = attrs.validators.ge(1)
 
 
+@checked("gym test")
 @attrs.frozen
 class Audit:
     """Give a verifier or an environment what lazy, broken and hostile policies write, and say what it gets wrong."""

@@ -16,6 +16,7 @@ from nrl.command.gym.supervising import Supervisor, listen
 from nrl.envs.gym.front import allowed_hosts
 from nrl.envs.gym_config.places import Place, told
 from nrl.envs.gym_config.servers import EnvironmentServer, Gym, gym
+from nrl.log.escapes import printable
 from nrl.log.redaction import keep_secret, redact
 
 __all__ = ["USAGE", "run"]
@@ -134,5 +135,6 @@ def _show(label: str, line: str) -> None:
 def _write(stream: TextIO, text: str) -> None:
     """A line, whatever its characters; nothing where nobody reads any more."""
     encoding = stream.encoding or "utf-8"
+    text = printable(text)
     with suppress(BrokenPipeError):
         print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)

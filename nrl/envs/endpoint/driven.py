@@ -19,7 +19,7 @@ from nrl.envs.endpoint.sessions import Session
 from nrl.envs.gym.front import allowed_hosts, is_loopback
 from nrl.envs.gym.listening import Listener, listening
 from nrl.envs.gym.serving import address
-from nrl.errors import EnvError
+from nrl.errors import ArgumentError, EnvError
 from nrl.runtime.threads import Daemons
 
 __all__ = ["Endpoint", "Start", "driven"]
@@ -125,7 +125,7 @@ def driven(
     ([True, True, True, True], [True, True, True, True])
     """
     if host in ("", "0.0.0.0", "::"):
-        raise ValueError(
+        raise ArgumentError(
             f"driven: host is {host!r}, at which no agent finds the endpoint; give the address of a network interface"
         )
     token = token or os.environ.get("NRL_ENDPOINT_TOKEN")

@@ -14,7 +14,7 @@ from typing import IO, Any
 from nrl.envs.contract import Task, Verdict
 from nrl.envs.endpoint.driven import Endpoint
 from nrl.envs.gym.values import sendable
-from nrl.errors import EnvError
+from nrl.errors import ArgumentError, EnvError
 from nrl.runtime.executables.recipes import recipe
 from nrl.runtime.executables.registry import Executable
 from nrl.runtime.executables.registry import executable as registered
@@ -54,11 +54,11 @@ def program(
     ... )
     """
     if not command:
-        raise ValueError("program: there is no command; give a program and its arguments")
+        raise ArgumentError("program: there is no command; give a program and its arguments")
     made = registered(executable)
     own = command[0] == "python"
     if not own and made.name == "system" and shutil.which(command[0]) is None:
-        raise ValueError(f"program: there is no program {command[0]!r} here; give its path, or 'python' and a file")
+        raise ArgumentError(f"program: there is no program {command[0]!r} here; give its path, or 'python' and a file")
     if own:
         provided(made)  # so that no episode waits for it, but on other machines
 

@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 from nrl.envs.contract import Prompt, Task
-from nrl.errors import DataError, EnvError
+from nrl.errors import ArgumentError, DataError, EnvError
 
 __all__ = ["asked", "check_amount", "check_integer", "last_number", "prompt_of", "said", "seeded"]
 
@@ -58,7 +58,7 @@ def check_amount(game: str, name: str, value: float) -> None:
     ValueError: tic_tac_toe: illegal is 2.0; give a number from 0 to 1
     """
     if not 0 <= value <= 1:
-        raise ValueError(f"{game}: {name} is {value!r}; give a number from 0 to 1")
+        raise ArgumentError(f"{game}: {name} is {value!r}; give a number from 0 to 1")
 
 
 def asked(text: str, chat: bool) -> Prompt:

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from nrl.envs.contract import Environment, Prompt, Step, Task
 from nrl.envs.games.moves import asked, check_amount, check_integer, last_number, prompt_of, said, seeded
-from nrl.errors import EnvError
+from nrl.errors import ArgumentError, EnvError
 
 __all__ = ["Opponent", "best_moves", "task", "tic_tac_toe"]
 
@@ -119,13 +119,13 @@ def tic_tac_toe(
     (True, 1.0)
     """
     if turns < 1:
-        raise ValueError(f"tic_tac_toe: turns is {turns}; give at least 1")
+        raise ArgumentError(f"tic_tac_toe: turns is {turns}; give at least 1")
     check_amount("tic_tac_toe", "draw", draw)
     check_amount("tic_tac_toe", "illegal", illegal)
     own = functools.partial(task, taken=taken, chat=chat)
     own(0, 0)  # it checks its arguments
     if opponent not in _OPPONENTS and not callable(opponent):
-        raise ValueError(
+        raise ArgumentError(
             f"tic_tac_toe: opponent is {opponent!r}; give {' or '.join(map(repr, _OPPONENTS))}, or a function of the "
             "board and a random.Random that returns a free cell, from 0"
         )

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from nrl.envs.contract import Environment, Prompt, Step, Task
 from nrl.envs.games.moves import asked, check_amount, check_integer, last_number, prompt_of, said, seeded
-from nrl.errors import EnvError
+from nrl.errors import ArgumentError, EnvError
 
 __all__ = ["sliding_puzzle", "task"]
 
@@ -121,7 +121,7 @@ def sliding_puzzle(
     "Policy invariance under reward transformations".
     """
     if turns < 1:
-        raise ValueError(f"sliding_puzzle: turns is {turns}; give at least 1")
+        raise ArgumentError(f"sliding_puzzle: turns is {turns}; give at least 1")
     check_amount("sliding_puzzle", "illegal", illegal)
     check_amount("sliding_puzzle", "progress", progress)
     own = functools.partial(task, size=size, moves=moves, chat=chat)

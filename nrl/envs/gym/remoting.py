@@ -15,12 +15,13 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec.json import Decoder
 
+from nrl.arguments import checked
 from nrl.envs.contract import Environment, Step, Task, Trace, Turn, Verifier
 from nrl.envs.gym import records
 from nrl.envs.gym.asking import Asked, Places
 from nrl.envs.gym.serving import Server
 from nrl.envs.gym.values import sendable
-from nrl.errors import EnvError
+from nrl.errors import ArgumentError, EnvError
 from nrl.log.waits import wait_until
 
 __all__ = ["RemoteState", "remote"]
@@ -50,6 +51,7 @@ class RemoteState(NamedTuple):
     turn: int
 
 
+@checked("remote")
 def remote(
     server: str | Server | Sequence[str | Server],
     *,
@@ -98,9 +100,9 @@ def remote(
     """
     servers = [server] if isinstance(server, str | Server) else list(server)
     if not servers:
-        raise ValueError("remote: there is no server; give the address of at least one")
+        raise ArgumentError("remote: there is no server; give the address of at least one")
     if not patience > 0 or connections < 1:
-        raise ValueError(f"remote: patience is {patience} and connections {connections}; both must be positive")
+        raise ArgumentError(f"remote: patience is {patience} and connections {connections}; both must be positive")
     urls = tuple(_url(each) for each in servers)
     known = os.environ.get("NRL_GYM_TOKEN")
     own = (each.token if isinstance(each, Server) else known for each in servers)

@@ -12,13 +12,14 @@ from typing import Any, Self
 import attrs
 import uvloop
 
+from nrl.arguments import checked
 from nrl.envs.contract import Env, Verifier, is_env
 from nrl.envs.gym.application import application
 from nrl.envs.gym.front import Application, allowed_hosts, is_loopback
 from nrl.envs.gym.listening import Listener, listening
 from nrl.envs.gym.service import Service
 from nrl.envs.gym_config.defaults import LARGEST, LEASE, MOST
-from nrl.errors import EnvError
+from nrl.errors import ArgumentError, EnvError
 
 __all__ = ["Server", "Settings", "address", "answering", "check_reach", "serve"]
 
@@ -114,7 +115,7 @@ def serve(
         )
     for option, number in (("lease", lease), ("most", most), ("largest", largest), ("timeout", timeout)):
         if isinstance(number, int | float) and not number > 0:
-            raise ValueError(f"serve: {option} is {number}; it must be positive")
+            raise ArgumentError(f"serve: {option} is {number}; it must be positive")
     check_reach("serve", host, token, auth)
     on = listening(host, port, "serve")
     url = address(host, on.getsockname()[1])
@@ -132,9 +133,9 @@ def check_reach(who: str, host: str, token: str | None, auth: str) -> None:
         ValueError: it does not, and nothing says that this is meant.
     """
     if auth not in ("token", "none"):
-        raise ValueError(f"{who}: auth is {auth!r}; give 'token', or 'none' for a network that you trust")
+        raise ArgumentError(f"{who}: auth is {auth!r}; give 'token', or 'none' for a network that you trust")
     if token is None and auth != "none" and not is_loopback(host):
-        raise ValueError(
+        raise ArgumentError(
             f"{who}: every machine that reaches {host} could use this server; give a token, or auth='none' for a "
             "network that you trust"
         )
@@ -153,6 +154,7 @@ def _name(f: Any) -> str:
     return str(getattr(f, "__name__", type(f).__name__))
 
 
+@checked("gym serve")
 @attrs.frozen
 class Settings:
     """How a server behaves; `serve` says what each means."""

@@ -10,7 +10,7 @@ from nrl.envs.mathematics.answers import decimal, final_answer, repeats, same_nu
 from nrl.envs.mathematics.worker import Outcome, compare
 from nrl.envs.pools.pool import pooled
 from nrl.envs.verifiers import answer_of, boxes, extracts
-from nrl.errors import EnvError
+from nrl.errors import ArgumentError, EnvError
 from nrl.runtime.executables.registry import Executable, check_has
 
 __all__ = ["math_verifier"]
@@ -60,7 +60,7 @@ def math_verifier(
     Source: math-verify 0.9 (Kydlíček et al., 2025), https://github.com/huggingface/Math-Verify.
     """
     if not timeout > 0:
-        raise ValueError(f"math_verifier: timeout is {timeout}; it must be positive")
+        raise ArgumentError(f"math_verifier: timeout is {timeout}; it must be positive")
     worker: Any = compare  # it has the arguments of a verifier only in number
     check_has("math_verifier", executable, "math_verify")
     ask: Any = pooled(worker, workers=workers, executable=executable, timeout=_START + timeout)

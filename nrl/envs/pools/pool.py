@@ -12,7 +12,7 @@ import attrs
 from nrl.envs.contract import Env, Environment, Step, Task, Trace, Turn, Verdict, Verifier
 from nrl.envs.pools.calls import Pool, Worker
 from nrl.envs.pools.processes import Child, Process, Python, here
-from nrl.errors import EnvError
+from nrl.errors import ArgumentError, EnvError
 from nrl.runtime.executables.registry import Executable
 from nrl.runtime.executables.registry import executable as registered
 from nrl.runtime.node.cgroups import cores
@@ -156,7 +156,7 @@ def _check(transform: str, f: Any = len, **numbers: Any) -> None:
         )
     for name, number in numbers.items():
         if isinstance(number, int | float) and not number > 0:
-            raise ValueError(f"{transform}: {name} is {number}; it must be positive, or None")
+            raise ArgumentError(f"{transform}: {name} is {number}; it must be positive, or None")
 
 
 def _processes(

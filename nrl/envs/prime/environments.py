@@ -15,7 +15,7 @@ from nrl.envs.gym.values import sendable
 from nrl.envs.prime import worker
 from nrl.envs.rpc_programs import RpcProgram
 from nrl.envs.seeds import shuffled
-from nrl.errors import EnvError
+from nrl.errors import ArgumentError, EnvError
 from nrl.runtime.threads import beside
 
 __all__ = ["verifiers"]
@@ -69,7 +69,7 @@ def verifiers(
     True
     """
     if workers < 1:
-        raise ValueError(f"verifiers: workers is {workers}; give a positive number of processes")
+        raise ArgumentError(f"verifiers: workers is {workers}; give a positive number of processes")
     if isinstance(name, str):
         given = json.dumps(dict(arguments or {}), sort_keys=True)
         specs = [_Spec(name, given, tuple(requirements), python, number) for number in range(workers)]

@@ -19,7 +19,7 @@ from nrl.envs.pools.pool import pooled
 from nrl.envs.reasoning.worker import LONGEST, Source, answer_requests
 from nrl.envs.seeds import generator
 from nrl.envs.verifiers import extracts
-from nrl.errors import EnvError
+from nrl.errors import ArgumentError, EnvError
 from nrl.runtime.executables.registry import Executable, check_has
 from nrl.runtime.executables.registry import executable as registered
 
@@ -96,7 +96,7 @@ def reasoning_gym(
     Source: reasoning-gym 0.1.25 (Stojanovski et al., 2025), https://github.com/open-thought/reasoning-gym.
     """
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
-        raise ValueError(
+        raise ArgumentError(
             f"reasoning_gym: timeout is {timeout!r}; give seconds, more than 0: each answer has a limit, as some "
             "scorers never end"
         )

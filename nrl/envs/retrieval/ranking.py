@@ -6,6 +6,8 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+from nrl.errors import ArgumentError
+
 __all__ = ["Ranker", "bm25", "words"]
 
 type Ranker = Callable[[str, int], list[tuple[int, float]]]
@@ -53,7 +55,7 @@ def bm25(texts: Iterable[str], *, k1: float = 1.2, b: float = 0.75) -> Ranker:
     import numpy as np
 
     if not k1 >= 0 or not 0 <= b <= 1:
-        raise ValueError(f"bm25: k1 is {k1} and b is {b}; give a k1 of at least 0, and a b from 0 to 1")
+        raise ArgumentError(f"bm25: k1 is {k1} and b is {b}; give a k1 of at least 0, and a b from 0 to 1")
     known: dict[str, int] = {}
     terms, lengths = array("q"), array("q")
     for text in texts:
@@ -61,7 +63,7 @@ def bm25(texts: Iterable[str], *, k1: float = 1.2, b: float = 0.75) -> Ranker:
         terms.extend([known.setdefault(word, len(known)) for word in found])
         lengths.append(len(found))
     if not lengths:
-        raise ValueError("bm25: there are no texts; give at least one")
+        raise ArgumentError("bm25: there are no texts; give at least one")
     total, length = len(lengths), np.array(lengths, dtype=np.float64)
     owner = np.repeat(np.arange(total), np.array(lengths))
     pairs, count = np.unique(np.array(terms, dtype=np.int64) * total + owner, return_counts=True)

@@ -11,7 +11,7 @@ from nrl.envs.retrieval import towns
 from nrl.envs.retrieval.ranking import Ranker, bm25, words
 from nrl.envs.retrieval.short_answers import short_answer
 from nrl.envs.tools import Tool, ToolError, tool, tool_use
-from nrl.errors import DataError
+from nrl.errors import ArgumentError, DataError
 
 __all__ = ["Passage", "passages", "search", "searching"]
 
@@ -96,7 +96,7 @@ def search(
     """
     for option, value in (("k", k), ("characters", characters), ("query", query)):
         if value < 1:
-            raise ValueError(f"search: {option} is {value}; it must be at least 1")
+            raise ArgumentError(f"search: {option} is {value}; it must be at least 1")
     longest, known = query, passages(corpus)
     rank = ranker([f"{each.title}\n{each.text}" for each in known])
 
@@ -156,7 +156,7 @@ def searching(
     """
     for option, value in (("turns", turns), ("calls", calls)):
         if value < 1:
-            raise ValueError(f"searching: {option} is {value}; it must be at least 1")
+            raise ArgumentError(f"searching: {option} is {value}; it must be at least 1")
     own = None
     if corpus is None:
         corpus, own = towns.passages(), functools.partial(towns.task, hops=hops)

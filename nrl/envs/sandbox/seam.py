@@ -6,6 +6,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import attrs
 
+from nrl.arguments import checked
+
 __all__ = ["Channel", "Dialogue", "Finished", "Limits", "Sandbox"]
 
 
@@ -15,6 +17,7 @@ def _positive(limits: "Limits", attribute: "attrs.Attribute[Any]", value: float)
         raise ValueError(f"Limits: {attribute.name} is {value}; give {kind}")
 
 
+@checked("Limits")
 @attrs.frozen
 class Limits:
     """What a program in a sandbox may use; whatever uses more is killed, with all that it has started.

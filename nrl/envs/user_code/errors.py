@@ -6,7 +6,7 @@ import traceback
 from pathlib import Path
 from types import FrameType
 
-from nrl.log import redact
+from nrl.log import printable, redact
 
 __all__ = ["Failed", "stack_text", "traceback_text"]
 
@@ -28,7 +28,7 @@ def traceback_text(error: BaseException) -> str:
         last = last.tb_next
     if tb is None or last is None or not _is_new(type(error).__name__, last.tb_frame, last.tb_lineno):
         return ""
-    text = redact("".join(traceback.TracebackException(type(error), error, tb).format()))
+    text = printable(redact("".join(traceback.TracebackException(type(error), error, tb).format())))
     return f"rollout: an environment or verifier raised (said once for each place):\n{text[-_LONGEST:].rstrip()}"
 
 
@@ -37,7 +37,7 @@ def stack_text(frame: FrameType | None) -> str:
     users = [each for each in traceback.walk_stack(frame) if frame and _is_user_code(each[0])]
     if not users or not _is_new("TimeoutError", users[-1][0], 0):
         return ""
-    text = redact("".join(traceback.StackSummary.extract(iter(reversed(users))).format()))
+    text = printable(redact("".join(traceback.StackSummary.extract(iter(reversed(users))).format())))
     return f"rollout: an environment or verifier does not return (said once for each); it is at\n{text.rstrip()}"
 
 

@@ -22,6 +22,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from nrl.errors import ExecutableError
+from nrl.flags import flag
 from nrl.runtime.executables.pins import Pin, environment_of, pins_of, python_of
 from nrl.runtime.executables.registry import Executable
 from nrl.runtime.node.environments import DISTRIBUTION, here, mark_used
@@ -148,7 +149,7 @@ def settings() -> dict[str, str]:
 
 def rebuild_forced() -> bool:
     """Whether ``NRL_FORCE_REBUILD_VENVS`` asks to resolve and build anew."""
-    return os.environ.get("NRL_FORCE_REBUILD_VENVS", "0") not in ("", "0")
+    return flag("NRL_FORCE_REBUILD_VENVS")
 
 
 # --- the three locks

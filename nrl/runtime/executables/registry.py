@@ -11,6 +11,7 @@ from difflib import get_close_matches
 
 import attrs
 
+from nrl.arguments import checked
 from nrl.errors import PlacementError
 
 __all__ = ["EXECUTABLES", "Executable", "check_has", "check_importable", "executable", "register"]
@@ -34,6 +35,7 @@ def _names_alone(env: Mapping[str, str]) -> str:
     return f"{{{', '.join(f'{name!r}: ...' for name in env)}}}"
 
 
+@checked("Executable")
 @attrs.frozen
 class Executable:
     """The packages of a virtual environment, and the environment variables of its processes.

@@ -3,9 +3,12 @@
 import attrs
 from attrs.validators import ge
 
+from nrl.arguments import checked
+
 __all__ = ["Layout"]
 
 
+@checked("Layout")
 @attrs.frozen
 class Layout:
     """The axes of a mesh. Their product ``dp x tp x cp x pp`` is the number of its slots.

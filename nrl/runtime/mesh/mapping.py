@@ -14,6 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nrl.algos import name_of
+from nrl.arguments import checked
 from nrl.batch import Batch, deal, microbatches, restore
 from nrl.errors import ConsumedState, PlacementError
 from nrl.reduce import Ess, Max, Mean, Metrics, Min, Sum, merge
@@ -73,6 +74,7 @@ merged = Spec.merged
 type _AnySpec = P | Spec
 
 
+@checked("shard_map")
 def shard_map(
     fn: Callable[..., Any],
     mesh: Mesh,

@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 import attrs
 
 from nrl.algos import name_of
+from nrl.arguments import check_argument, register_kind
 from nrl.errors import ClosedCluster, PlacementError
 from nrl.log.waits import wait_for
 from nrl.runtime.executables.registry import Executable
@@ -156,6 +157,7 @@ class Cluster(ABC):
     ) -> None:
         """Raise if no cluster can reserve slots by these arguments of `reserve`."""
         self.check_open("reserve")
+        check_argument("reserve", "n", n, int)
         if n < 1:
             raise PlacementError(f"reserve: n is {n}; reserve at least one slot")
         if strategy not in (None, *get_args(Strategy.__value__)):
@@ -241,6 +243,8 @@ class Slots:
             LostActor: a process died while it started.
         """
         self.cluster.check_open("mesh")
+        for axis, value in (("dp", dp), ("tp", tp), ("pp", pp), ("cp", cp)):
+            check_argument("mesh", axis, value, int)
         if not self.indices:
             raise PlacementError("mesh: there are no slots to make a mesh of; reserve more, or slice differently")
         if layout is not None and (dp, tp, pp, cp) != (-1, 1, 1, 1):
@@ -346,6 +350,16 @@ class Mesh:
         """
         self.cluster.check_open(who := f"submit({name_of(fn)})")
         return self.processes.submit(who, fn, args, rank, deadline)
+
+
+def _instead_of_slots(value: Any) -> str:
+    if isinstance(value, Cluster):
+        return "reserve slots of it: cluster.reserve(8), or cluster.reserve(1) on one device"
+    return "give slots, as cluster.reserve(8) returns them, or a mesh"
+
+
+register_kind(Slots, _instead_of_slots)
+register_kind(Mesh, lambda value: "give a mesh, as slots.mesh() returns one")
 
 
 def as_mesh(

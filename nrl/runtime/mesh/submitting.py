@@ -20,7 +20,7 @@ from typing import Any
 import attrs
 
 from nrl.algos import name_of
-from nrl.errors import DeadlineExceeded, PlacementError
+from nrl.errors import ArgumentError, DeadlineExceeded, PlacementError
 from nrl.runtime.mesh.calling import watched
 from nrl.runtime.mesh.futures import Submitted, on_its_way
 from nrl.runtime.mesh.handles import Handle
@@ -186,7 +186,7 @@ class Desk:
                 "them, or none"
             )
         if deadline is not None and not deadline > 0:
-            raise ValueError(f"{who}: deadline is {deadline}; give seconds, or None for the cluster's")
+            raise ArgumentError(f"{who}: deadline is {deadline}; give seconds, or None for the cluster's")
         if any(isinstance(arg, Handle) for arg in args):
             raise PlacementError(
                 f"{who}: a handle was given; submitted functions run beside the processes that hold values, and cannot "

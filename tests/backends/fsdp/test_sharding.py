@@ -47,6 +47,7 @@ from nrl.errors import (
     ClusterError,
     MissingColumn,
     ModelError,
+    NoGradient,
     NotFinite,
     PlacementError,
     WeightError,
@@ -615,7 +616,18 @@ def attempt_picky(mesh: DeviceMesh, backward: bool) -> Any:
 def test_a_number_that_is_not_finite_in_one_process(two: Processes, rank: int) -> None:
     for kind, text, _, same, _ in two(attempt, not_finite, rank):
         assert kind is NotFinite
-        assert re.match(r"train_step\(not_finite\): the norm of the gradient is nan at optimizer step 1; nothing", text)
+        assert re.match(r"train_step\(not_finite\): the loss is nan; nothing was changed", text)
+        assert same
+
+
+def detached(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+    return token_mean(-out["logprobs"].detach(), batch["loss_mask"]), {}
+
+
+def test_a_loss_without_a_gradient_in_all_processes(two: Processes) -> None:
+    for kind, text, _, same, _ in two(attempt, detached, 0):
+        assert kind is NoGradient
+        assert text.startswith("train_step(detached): the loss has no gradient")
         assert same
 
 

@@ -27,10 +27,27 @@ from nrl.backends.models import loading
 from nrl.backends.training.reading import whole_weights
 from nrl.backends.training.terms import global_weights
 from nrl.batch import Batch, deal
-from nrl.errors import BatchError, CheckpointError, ConfigError, ModelError, NotFinite, PlacementError, WeightError
+from nrl.errors import (
+    BatchError,
+    CheckpointError,
+    ConfigError,
+    ModelError,
+    NoGradient,
+    NotFinite,
+    PlacementError,
+    WeightError,
+)
 from nrl.reduce import finalize
 from nrl.runtime import Layout
-from tests.backends.fsdp.test_sharding import Raises, everywhere, missing, not_finite, value_error, weight_by_output
+from tests.backends.fsdp.test_sharding import (
+    Raises,
+    detached,
+    everywhere,
+    missing,
+    not_finite,
+    value_error,
+    weight_by_output,
+)
 from tests.backends.fsdp.test_torch_engine import batch_of
 from tests.backends.processes import Processes
 from tests.metrics import assert_same_steps
@@ -437,6 +454,7 @@ def unknown_token(batch: Batch) -> Batch:
         (Raises(missing), None, KeyError, "my_loss"),
         (weight_by_output, None, WeightError, "added up over its parts"),
         (not_finite, None, NotFinite, "nothing was changed"),
+        (detached, None, NoGradient, "the loss has no gradient"),
         (sft_loss, unknown_token, BatchError, "the token 99"),
     ],
 )

@@ -19,11 +19,13 @@ from nrl.backends.training.terms import check_weights, global_weights, terms_of
 from nrl.backends.training.trainer import make_trainer
 from nrl.batch import Batch
 from nrl.errors import (
+    ArgumentError,
     BatchError,
     CheckpointError,
     ClosedCluster,
     ConsumedState,
     ForeignState,
+    LossResultError,
     MissingColumn,
     MissingOutput,
     NotFinite,
@@ -97,7 +99,7 @@ def test_terms_of_one_mean_and_of_several() -> None:
     ],
 )
 def test_terms_of_anything_else(value: Any) -> None:
-    with pytest.raises(TypeError, match=r"my_loss returned .*a loss returns \(Mean, metrics\)"):
+    with pytest.raises(LossResultError, match=r"my_loss returned .*A loss returns \(Mean, metrics\)"):
         terms_of("my_loss", value)
 
 
@@ -426,7 +428,7 @@ def test_a_part_that_needs_an_output_makes_the_composition_need_it(trainer: Trai
 
 def test_needs_that_are_none(trainer: Trainer) -> None:
     params = trainer.load()
-    with pytest.raises(MissingOutput, match=r"forward: needs is 'logprobs'; give a collection of names"):
+    with pytest.raises(ArgumentError, match=r"forward: needs is 'logprobs'; give several entries, each a text"):
         trainer.forward(params, batch_of(), "logprobs")
     with pytest.raises(MissingOutput, match=r"forward: it needs top_k\(4\) and top_k\(8\), and one of them at a time"):
         trainer.forward(params, batch_of(), {top_k(4), top_k(8)})
@@ -434,11 +436,11 @@ def test_needs_that_are_none(trainer: Trainer) -> None:
 
 def test_things_that_are_no_state_and_no_params(trainer: Trainer) -> None:
     state: Any = trainer.init()
-    with pytest.raises(TypeError, match=r"train_step\(sft_loss\): expected a train state .*, found Params"):
+    with pytest.raises(ArgumentError, match=r"train_step\(sft_loss\): state is a Params; give the train state"):
         trainer.train_step(sft_loss)(state.params, batch_of())
-    with pytest.raises(TypeError, match=r"logprobs: expected params .*, found TrainState"):
+    with pytest.raises(ArgumentError, match=r"logprobs: params is a TrainState; give state.params"):
         trainer.logprobs(state, batch_of())
-    with pytest.raises(TypeError, match=r"freeze: expected params .*, found TrainState"):
+    with pytest.raises(ArgumentError, match=r"freeze: params is a TrainState; give state.params"):
         trainer.freeze(state)
 
 

@@ -178,7 +178,7 @@ def test_an_executable_may_be_described(write: Callable[..., str]) -> None:
     assert "servers.math.executable: executable: there is none named 'gm'; did you mean 'gym'?" in told(
         file, "servers.math.executable=gm"
     )
-    assert "servers.math.executable: Executable.__init__() got an unexpected keyword" in told(
+    assert "servers.math.executable: Executable: it has no argument 'extra'; use extras; it takes name, extras" in told(
         file, "servers.math.executable={name: x, extra: y}"
     )
 
