@@ -31,7 +31,7 @@ from nrl.command.evaluation_settings import OF_SAMPLING, Evaluation
 from nrl.envs import Task
 from nrl.envs.shipped import Environments
 from nrl.episodes.grades import Graded, grade, measure
-from nrl.errors import ConfigError, EnvError, ModelError, NrlError
+from nrl.errors import ArgumentError, ConfigError, EnvError, ModelError, NrlError
 from nrl.log import JsonLines, Progress, format_number
 from nrl.reduce import Mean, Metrics, finalize, merge, over_something, prefixed
 from nrl.runs import config_file, folder
@@ -193,7 +193,7 @@ def sampler_of(who: str, cfg: Any, model: Model, sampling: Sampling, stack: Exit
     try:
         return make(model, sampling, **cfg.engine)
     except (TypeError, ValueError) as error:
-        if isinstance(error, NrlError):
+        if isinstance(error, NrlError) and not isinstance(error, ArgumentError):
             raise
         raise ConfigError(f"{who}: sampler={cfg.sampler}: {error}") from error
 

@@ -34,7 +34,7 @@ from nrl.errors import EnvError
 __all__ = ["by_source", "gated", "judged", "of_group", "product", "single_turn", "weighted"]
 
 
-@checked("single_turn")
+@checked("single_turn", finite=False)
 def single_turn(verifier: Verifier, *, timeout: float | EllipsisType | None = ...) -> Environment:
     """The environment that asks a task's prompt, and rewards the answer with the verifier's verdict.
 

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, get_type_hints
 
 from nrl.envs.contract import Env, Environment, Verifier, is_env
-from nrl.errors import ConfigError, NrlError
+from nrl.errors import ArgumentError, ConfigError, NrlError
 
 __all__ = ["named"]
 
@@ -130,7 +130,7 @@ def _made(who: str, make: Any, given: Mapping[str, Any], at: str) -> Verifier | 
     try:
         made = make(**given)
     except (TypeError, ValueError) as error:
-        if isinstance(error, NrlError):
+        if isinstance(error, NrlError) and not isinstance(error, ArgumentError):
             raise
         raise ConfigError(f"{who}: {error}") from error
     if not (is_env(made) or _verifies(made)):

@@ -14,7 +14,7 @@ from nrl.stream import Source, Stream
 __all__ = ["cut", "oversample", "partial", "refill"]
 
 
-@checked("cut")
+@checked("cut", finite=False)
 def cut(stream: Stream[Batch], seconds: float) -> Source[Batch]:
     """End the episodes that are not over after so many seconds of a ``take``. They are not valid.
 

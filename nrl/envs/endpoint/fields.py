@@ -22,7 +22,7 @@ _STOPS = 16  # OpenAI allows 4
 _STOP_LENGTH = 1000  # characters of each
 _NAME_LENGTH = 256  # characters of a name
 _BIASES = 1024
-_COLDEST = 1e-6  # the least temperature but 0: logits that are divided by less are no numbers any more
+_COLDEST = 1e-3  # the least temperature but 0: logits that are divided by less are no numbers any more
 _RANGES: Mapping[str, tuple[Any, float, float]] = {
     "temperature": (int | float, 0, 100),
     "top_p": (int | float, 0, 1),
@@ -77,7 +77,7 @@ def check_number(name: str, value: Any, field: str = "") -> None:
 
     >>> check_number("temperature", 1e-300)
     Traceback (most recent call last):
-    nrl.envs.endpoint.fields.Unusable: temperature is 1e-300; give 0, or a number from 1e-06 to 100
+    nrl.envs.endpoint.fields.Unusable: temperature is 1e-300; give 0, or a number from 0.001 to 100
     """
     kind, least, most = _RANGES[name]
     field = field or name

@@ -26,7 +26,8 @@ def trainer() -> Iterator[Trainer]:
 
 
 def batch_of(rows: int = 4) -> Batch:
-    return tiny.sums(rows).take(1)[0]
+    batch: Batch = tiny.sums(rows).take(1)[0]
+    return batch
 
 
 def detached(out: TensorDict, batch: Batch) -> Result:
