@@ -99,7 +99,7 @@ def rows() -> Batch:
     return nrl.assign(batch, input_ids=ids, temperature=temperature, weights=torch.rand(8, generator=g))
 
 
-def reference(module: Any, batch: Batch, outputs_needed: Collection[str]) -> dict[str, Tensor]:
+def reference(module: Any, batch: Batch, names: Collection[str]) -> dict[str, Tensor]:
     """The outputs that are needed, by transformers' own forward of one row at a time, with gradients."""
     ids, found = batch["input_ids"], dict[str, list[Tensor]](logits=[], hidden_states=[])
     for row, length in enumerate(lengths(batch).tolist()):
@@ -117,7 +117,7 @@ def reference(module: Any, batch: Batch, outputs_needed: Collection[str]) -> dic
     there = (batch["attention_mask"] & (torch.arange(ids.shape[1]) > 0)).double()
     outputs["logprobs"] = logprobs.gather(-1, ids[..., None])[..., 0] * there
     outputs["entropy"] = -(logprobs.exp() * logprobs).sum(-1) * there
-    for output in outputs_needed:
+    for output in names:
         if isinstance(output, LogitsOutput):
             columns = [batch[name] for name in output.columns]
             columns = [x if x.ndim > 1 else x[:, None].expand(ids.shape) for x in columns]
