@@ -186,7 +186,12 @@ def ids_column(output: str) -> str:
 
 
 class LogitsOutput(str):
-    """The name of an output that a function makes of each token's logits, with that function; see `from_logits`."""
+    """The name of an output that a function makes of each token's logits, with that function; see `from_logits`.
+
+    >>> output = from_logits(lambda logits: logits.amax(-1), name="largest")
+    >>> output == "from_logits(largest)", output.columns, output.k
+    (True, (), None)
+    """
 
     fn: Callable[..., Tensor]
     columns: tuple[str, ...]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from nrl.algos import Loss, needs
+from nrl.algos import Loss
 from nrl.backends import Model
 from nrl.backends.models import lora
 from nrl.backends.training import head_chunks
@@ -83,7 +83,7 @@ def check(
     losses, weights = expected(name, tied, words, adapter)
     model = model_of(tied, words, adapter)
     with torch.no_grad():
-        outputs = reference(lora.build(model, dtype=torch.float64).eval(), rows(), needs(*NEEDS)(lambda: None))
+        outputs = reference(lora.build(model, dtype=torch.float64).eval(), rows(), NEEDS)
     for rank, (seen, tensors, outs) in enumerate(processes(steps, layout, name, tied, words, adapter, options)):
         assert seen == pytest.approx(losses, rel=RELATIVE)
         assert_close({key: x for key, x in tensors.items() if key in weights}, weights, RELATIVE)

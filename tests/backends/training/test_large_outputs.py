@@ -2,7 +2,7 @@
 
 import pickle
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,8 @@ def exact_norms(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def forward(self: Any, x: Tensor) -> Tensor:
         scaled: Tensor = x * (x.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
-        return self.weight * scaled
+        result: Tensor = self.weight * scaled
+        return result
 
     for kind in (modeling_llama.LlamaRMSNorm, modeling_qwen2.Qwen2RMSNorm, modeling_qwen3.Qwen3RMSNorm):
         monkeypatch.setattr(kind, "forward", forward)
@@ -98,8 +99,8 @@ def rows() -> Batch:
     return nrl.assign(batch, input_ids=ids, temperature=temperature, weights=torch.rand(8, generator=g))
 
 
-def reference(module: Any, batch: Batch, loss: Loss) -> dict[str, Tensor]:
-    """The outputs that a loss needs, by transformers' own forward of one row at a time, with gradients."""
+def reference(module: Any, batch: Batch, names: Collection[str]) -> dict[str, Tensor]:
+    """The outputs that are needed, by transformers' own forward of one row at a time, with gradients."""
     ids, found = batch["input_ids"], dict[str, list[Tensor]](logits=[], hidden_states=[])
     for row, length in enumerate(lengths(batch).tolist()):
         logits, states = torch.zeros(ids.shape[1], module.config.vocab_size).double(), None
@@ -116,7 +117,7 @@ def reference(module: Any, batch: Batch, loss: Loss) -> dict[str, Tensor]:
     there = (batch["attention_mask"] & (torch.arange(ids.shape[1]) > 0)).double()
     outputs["logprobs"] = logprobs.gather(-1, ids[..., None])[..., 0] * there
     outputs["entropy"] = -(logprobs.exp() * logprobs).sum(-1) * there
-    for output in needed(loss):
+    for output in names:
         if isinstance(output, LogitsOutput):
             columns = [batch[name] for name in output.columns]
             columns = [x if x.ndim > 1 else x[:, None].expand(ids.shape) for x in columns]
@@ -134,7 +135,7 @@ def steps_of_transformers(model: Model, loss: Loss, spec: Optimizer, n: int) -> 
     optimizer = torch.optim.AdamW(trained, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=0.0)
     losses, batch = [], rows()
     for _ in range(n):
-        outputs = reference(module, batch, loss)
+        outputs = reference(module, batch, needed(loss))
         terms, _ = loss(TensorDict(dict(outputs), batch_size=batch.batch_size), batch)
         each = [terms] if isinstance(terms, Mean) else list(terms.values())
         value = torch.stack([term.total / term.weight for term in each]).sum()
@@ -202,7 +203,7 @@ def test_a_forward_gives_them(slots: Slots, dp: int) -> None:
     needed_here = {"logits", "hidden_states", "logprobs", LOG_Z, LARGEST, SMOOTHED}
     found = trainer.forward(trainer.load(), batch, needed_here)
     with torch.no_grad():
-        outputs = reference(lora.build(model, dtype=torch.float64).eval(), batch, needs(*needed_here)(lambda: None))
+        outputs = reference(lora.build(model, dtype=torch.float64).eval(), batch, needed_here)
     assert set(found) == needed_here
     for name, future in found.items():
         torch.testing.assert_close(future.result().double(), outputs[name], rtol=1e-9, atol=1e-9)
