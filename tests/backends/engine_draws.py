@@ -178,7 +178,7 @@ def with_random_weights(config: dict[str, Any], head: Any, folder: Path, generat
     module = loading.build(model)
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter += 0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64), alpha=0.2)
     loading.save_model(module, folder)
     return Model(str(folder), head=head, dtype="float64")
 
@@ -217,13 +217,14 @@ def with_random_columns(
                 columns[name] = torch.where(own == 0, 0.0, own + noise(0.15))
     if "temperature" in batch.keys():
         columns["temperature"] = 0.5 + torch.rand(batch.batch_size, generator=generator)
-    return with_shares(nrl.assign(batch, **columns)).lock_()
+    changed: Batch = with_shares(nrl.assign(batch, **columns)).lock_()
+    return changed
 
 
 def settings(seed: int, model: Model) -> tuple[Setting, Setting]:
     """A random setting of each engine that the model can be laid out in, over one, two or four processes."""
     rng, config = random.Random(seed), loading.load_config(model)[0]
-    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", 1)
+    experts: int = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
     groups, layers = config.num_key_value_heads, config.num_hidden_layers
     axes = [1, 2, 4]
     layouts = [

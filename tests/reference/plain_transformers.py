@@ -18,6 +18,7 @@ __all__ = ["gradients", "outputs", "tensors_in_files"]
 def outputs(module: torch.nn.Module, head: str, batch: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
     """What a loss reads: of each token from the second on, or of a row, by the definition of each output."""
     ids, width = batch["input_ids"].flatten(0, -2), batch["input_ids"].shape[-1]
+    dtype = next(module.parameters()).dtype
     found: dict[str, list[Tensor]] = {name: [] for name in needs}
     for row, length in enumerate(lengths(batch).flatten().tolist()):
         hidden = None
@@ -26,7 +27,7 @@ def outputs(module: torch.nn.Module, head: str, batch: Batch, needs: frozenset[s
             hidden = module.base_model(input_ids=inputs, use_cache=False).last_hidden_state[0]  # type: ignore[operator]
         for name in needs:
             shape = output_shape(name, batch)[len(batch.batch_size) :]
-            value = torch.zeros(shape, dtype=module.dtype)  # type: ignore[arg-type]
+            value = torch.zeros(shape, dtype=dtype)
             if hidden is not None and output_kind(name) == "rewards":
                 value = module.score(hidden[-1])[0]  # type: ignore[operator]
             elif hidden is not None and length > 1:
@@ -63,7 +64,7 @@ def gradients(module: torch.nn.Module, head: str, loss: Loss, batch: Batch) -> t
     terms, _ = terms_of("loss", loss(TensorDict(out, batch_size=batch.batch_size), batch))
     total = torch.stack([term.total / term.weight for term in terms.values()]).sum()
     module.zero_grad()
-    total.backward()  # type: ignore[no-untyped-call]
+    total.backward()
     grads = {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         for name, parameter in module.named_parameters()

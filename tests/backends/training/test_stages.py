@@ -31,6 +31,7 @@ class TwoStages:
     """log p = -(ids * w0) * w1; the first stage holds w0, the last w1. Plain gradient descent at a rate of 0.1."""
 
     provides = frozenset({"logprobs"})
+    frozen_token: int | None = None
 
     def __init__(self) -> None:
         mesh = process().device_mesh
