@@ -183,9 +183,9 @@ def _check_call(
             check_argument(name, key, value, hints[key])
     if len(args) > len(by_place) and _ARGS not in variadic:
         others = "; give the others by name" if variadic or len(by_place) < len(takes) else ""
-        raise ArgumentError(
-            f"{name}: found {len(args)} arguments, and it takes {len(by_place)}: {', '.join(by_place)}{others}"
-        )
+        shown = [key for key in by_place if key != "self"]
+        found = len(args) - len(by_place) + len(shown)
+        raise ArgumentError(f"{name}: found {found} arguments, and it takes {len(shown)}: {', '.join(shown)}{others}")
     if twice := [key for key in given if key in kwargs]:
         raise ArgumentError(f"{name}: {twice[0]} is given twice, first as {described(given[twice[0]])}", twice[0])
     needed = [key for key in takes if parameters[key].default is inspect.Parameter.empty]
@@ -248,11 +248,13 @@ def _fits(value: Any, kind: Any) -> bool:
     if origin in _UNIONS:
         return any(_fits(value, member) for member in args)
     if origin is Literal:
-        return any(type(value) is type(choice) and value == choice for choice in args)
+        return any(isinstance(value, bool) == isinstance(choice, bool) and value == choice for choice in args)
     if kind is None or kind is NoneType:
         return value is None
     if kind is float:
         return _is_number(value)
+    if kind is bool:
+        return isinstance(value, bool) or (type(value).__module__ == "numpy" and value.dtype.kind == "b")
     if kind is int:
         return isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if origin is tuple or kind is tuple:
@@ -273,6 +275,8 @@ def _is_class(kind: Any, base: Any) -> bool:
 
 
 def _is_number(value: Any, infinite: bool = False) -> bool:
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):  # a scalar of torch or numpy
+        value = value.item()
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return False
     return not math.isnan(value) and (infinite or math.isfinite(value))
@@ -291,8 +295,8 @@ def _are_numbers(value: Any) -> bool:
 
 
 def _are_entries(value: Any, kinds: tuple[Any, ...]) -> bool:
-    """Whether a value is a tuple, or a list in its place, with entries of these kinds."""
-    if not isinstance(value, tuple | list):
+    """Whether a value is a tuple, or a list, an array or another sequence in its place, with entries of these kinds."""
+    if isinstance(value, str | bytes | Mapping) or not (hasattr(value, "__len__") and hasattr(value, "__getitem__")):
         return False
     if not kinds or kinds[-1] is ...:
         return all(_fits(entry, kinds[0]) for entry in value[:_MOST]) if kinds else True
@@ -317,6 +321,8 @@ def _remedy(kind: Any, value: Any) -> str:
         member = _bare(member)
         if (known := _KINDS.get(member) or _KINDS.get(get_origin(member))) is not None:
             return known.remedy(value)
+    if isinstance(value, float) and value.is_integer() and int in map(_bare, members):
+        return f"give {int(value)}, a whole number"
     numeric = any(_bare(member) in (int, float) or get_origin(_bare(member)) is Annotated for member in members)
     quoted = ", without quotes" if numeric and isinstance(value, str) else ""
     return f"give {' or '.join(dict.fromkeys(map(_wanted, members)))}{quoted}"

@@ -1,6 +1,8 @@
 """Arguments are checked by their names and annotations, where they are given."""
 
 import ast
+import collections
+import enum
 import importlib
 import inspect
 import math
@@ -9,12 +11,13 @@ import pickle
 import sys
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
 import attrs
 import numpy as np
 import pytest
+import torch
 
 from nrl.arguments import Unbounded, check_argument, checked, described
 from nrl.errors import ArgumentError, NrlError
@@ -24,6 +27,10 @@ ROOT = Path(__file__).parents[1]
 
 class Engine:
     pass
+
+
+class Dtype(enum.StrEnum):
+    BFLOAT16 = "bfloat16"
 
 
 @checked("drive")
@@ -206,3 +213,33 @@ def test_all_annotations_of_what_is_checked_can_be_read() -> None:
         target = operator.attrgetter(name)(importlib.import_module(module))
         function = vars(target)["__init__"] if isinstance(target, type) else inspect.unwrap(target)
         assert typing.get_type_hints(function, localns=vars(sys.modules[module])), (module, name)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (np.float32(0.5), float),
+        (torch.tensor(0.5), float),
+        (np.int64(3), int),
+        (np.bool_(True), bool),
+        (np.array([0.9, 0.95]), tuple[float, float]),
+        (collections.UserList([0.9, 0.95]), tuple[float, float]),
+        (Dtype.BFLOAT16, Literal["float32", "bfloat16"]),
+        (PurePath("a"), str | PurePath),
+    ],
+)
+def test_values_of_other_libraries_fit_where_they_behave_alike(value: Any, kind: Any) -> None:
+    check_argument("call", "value", value, kind)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"), [(True, int), (True, Literal[1]), (1, Literal[True]), ("ab", tuple[str, str]), (1, bool)]
+)
+def test_values_that_only_look_alike_do_not_fit(value: Any, kind: Any) -> None:
+    with pytest.raises(ArgumentError, match="^call: value is "):
+        check_argument("call", "value", value, kind)
+
+
+def test_a_whole_float_is_told_as_an_integer() -> None:
+    with pytest.raises(ArgumentError, match=r"^call: n is 10000.0; give 10000, a whole number$"):
+        check_argument("call", "n", 1e4, int)

@@ -237,7 +237,7 @@ STEPS: list[tuple[Mistake, str, str]] = [
     (lambda made: nrl.assign(made.batch, torch.ones(4)), "", "give the others by name"),
     (lambda made: nrl.concatenate(made.batch), "batches", "give several entries, each a batch"),
     (lambda made: nrl.minibatches(made.batch, "2", 0), "n", "give a whole number"),
-    (lambda made: nrl.shard(made.batch, 2.0), "n", "is 2.0; give a whole number"),
+    (lambda made: nrl.shard(made.batch, 2.0), "n", "is 2.0; give 2, a whole number"),
     (lambda made: made.cluster.reserve("2"), "n", "give a whole number"),
     (lambda made: made.slots.mesh(dp="2"), "dp", "give a whole number"),
     (lambda made: nrl.shard_map(made.slots, nrl.P("dp")), "fn", "give a function"),

@@ -60,6 +60,13 @@ _MEDIA = re.compile(
 )
 """Names of columns that hold what is no text."""
 
+_REFERENCE = re.compile(
+    r"\S+\.(apng|avif|bmp|gif|jpe?g|png|svg|tiff?|webp|avi|m4v|mkv|mov|mp4|mpe?g|webm|aac|flac|m4a|mp3|ogg|opus|wav)"
+    r"|(https?|s3|gs|file)://\S+|data:\S+|[\w+/-]{200,}=*",
+    re.IGNORECASE,
+)
+"""A file name, an address, or base64: texts that stand for something else than themselves."""
+
 
 def check_text_alone(row: Mapping[Any, Any], place: str, template: str = "") -> None:
     """Check that a row holds no pictures, films or sounds, which nothing reads.
@@ -84,7 +91,7 @@ format=lambda row: {key: row[key] for key in row if key != 'image'}
     if not isinstance(row, Mapping):
         raise DataError(f"{place} is {described(row)}; give a mapping, such as {{'prompt': '...'}}")
     for key, value in row.items():
-        if f"{{{key}" in template or not (_is_media(value) or (_names_media(key) and _holds_something(value))):
+        if f"{{{key}" in template or not (_is_media(value) or (_names_media(key) and _may_be_media(value))):
             continue
         raise DataError(
             f"{place} has '{key}', {described(value)}, and nothing here reads it: models of nrl see text alone, and "
@@ -98,15 +105,15 @@ def _names_media(key: Any) -> bool:
     return isinstance(key, str) and _MEDIA.fullmatch(re.sub(r"[\s-]", "_", key).lower()) is not None
 
 
-def _holds_something(value: Any) -> bool:
-    """Whether a value may be a picture or the name of one: it is neither missing nor empty nor a number."""
+def _may_be_media(value: Any) -> bool:
+    """Whether a value of such a column is a picture, a film or a sound, or names one; prose and numbers are neither."""
+    if isinstance(value, str):
+        return _REFERENCE.fullmatch(value) is not None
     if value is None or isinstance(value, bool | numbers.Number):
         return False
-    try:
-        items = [value] if isinstance(value, str | bytes | Mapping) else list(value)
-    except TypeError:  # a picture of a library
-        return True
-    return any(item is not None and (not hasattr(item, "__len__") or len(item) > 0) for item in items)
+    if isinstance(value, list | tuple):
+        return any(map(_may_be_media, value))
+    return not hasattr(value, "__len__") or len(value) > 0  # bytes, a mapping, an array, or a picture of a library
 
 
 def _is_media(value: Any) -> bool:

@@ -4,6 +4,8 @@ import itertools
 from functools import partial
 from typing import Any, Literal
 
+import torch
+
 from nrl.arguments import checked
 from nrl.backends.base import Model
 from nrl.backends.engines import TrainEngine
@@ -32,7 +34,7 @@ def trainer(
     compile: bool = False,
     offload: Literal["cpu"] | None = None,
     deterministic: bool = False,
-    device: str | None = None,
+    device: str | torch.device | None = None,
     layout: Layout | None = None,
 ) -> Trainer:
     """A trainer for any Hugging Face causal language model.
@@ -102,7 +104,7 @@ def _make_engine(
     compile: bool,
     offload: Literal["cpu"] | None,
     deterministic: bool,
-    device: str | None,
+    device: str | torch.device | None,
     alone: bool,
 ) -> TrainEngine[Any, Any]:
     """In a process of the mesh, which may be the mesh's alone."""

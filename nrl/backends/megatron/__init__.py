@@ -8,6 +8,8 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any, Literal
 
+import torch
+
 from nrl.arguments import checked
 from nrl.backends.base import Model
 from nrl.backends.engines import TrainEngine
@@ -32,7 +34,7 @@ def trainer(
     max_tokens: int = 16_384,
     packing: Packing = Rectangles,
     checkpointing: bool | Literal["selective"] = False,
-    device: str | None = None,
+    device: str | torch.device | None = None,
     layout: Layout | None = None,
     **options: Any,
 ) -> Trainer:
@@ -97,7 +99,7 @@ def _make_engine(
     optimizer: Optimizer,
     packing: Packing,
     options: Mapping[str, Any],
-    device: str | None,
+    device: str | torch.device | None,
     layout: Layout,
     alone: bool,
 ) -> TrainEngine[Any, Any]:

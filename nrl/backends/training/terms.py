@@ -94,8 +94,8 @@ def _returned(value: Any) -> str:
 
 
 def _is_loss(value: Any) -> bool:
-    """Whether a value can be called with outputs and a batch, and is no module, which would be called with tensors."""
-    if not callable(value) or hasattr(value, "state_dict"):
+    """Whether a value can be called with outputs and a batch, and is no model or loss of torch, which takes tensors."""
+    if not callable(value) or _takes_tensors(value):
         return False
     try:
         inspect.signature(value).bind(None, None)
@@ -106,9 +106,13 @@ def _is_loss(value: Any) -> bool:
     return True
 
 
+def _takes_tensors(value: Any) -> bool:
+    return isinstance(value, torch.nn.Module) and type(value).__module__.startswith(("torch.nn.", "transformers."))
+
+
 def _instead_of_loss(value: Any) -> str:
     example = "def loss(out, batch), which reads out['logprobs'] and ends with `" + _RETURN + "`"
-    if not callable(value) or hasattr(value, "state_dict"):
+    if not callable(value) or _takes_tensors(value):
         return f"give a function, such as nrl.algos.sft_loss, or write {example}"
     name, parameters = name_of(value), ", ".join(inspect.signature(value).parameters)
     if str(getattr(value, "__module__", "")).startswith("nrl."):

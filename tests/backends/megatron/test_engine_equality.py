@@ -54,7 +54,7 @@ def test_many_more_draws(
     check_draw(seed, tmp_path, monkeypatch, two, four)
 
 
-ALONE = Setting("fsdp"), Setting("megatron", Layout(tp=2)), Setting("megatron", Layout(pp=2))
+ALONE = Setting("fsdp"), *(Setting("megatron", layout) for layout in (Layout(tp=2), Layout(pp=2), Layout(dp=2)))
 
 
 @pytest.mark.parametrize("setting", ALONE, ids=str)
@@ -67,7 +67,7 @@ def test_a_tied_head_keeps_the_gradient_of_the_pad_token(
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-@pytest.mark.parametrize("setting", [Setting("megatron", Layout(pp=2))], ids=str)
+@pytest.mark.parametrize("setting", ALONE[1:], ids=str)
 def test_the_comparison_finds_engines_that_are_wrong(
     setting: Setting, mutant: str, tmp_path: Path, two: Processes, four: Processes
 ) -> None:
