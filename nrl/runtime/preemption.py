@@ -214,7 +214,8 @@ def heeded(grace: float) -> Iterator[Preemption]:
         with ending():
             yield preemption
     finally:
-        if _asked is not None and _asked.number == signal.SIGINT and not _is_ours(handlers.get(signal.SIGINT)):
+        outermost = signal.SIGINT in handlers and not _is_ours(handlers[signal.SIGINT])  # no handler is of another thread
+        if outermost and _asked is not None and _asked.number == signal.SIGINT:
             _asked = None  # a notebook, or a shell, goes on
         if _asked is None:
             for handled, before in handlers.items():
@@ -223,4 +224,4 @@ def heeded(grace: float) -> Iterator[Preemption]:
 
 
 def _is_ours(handler: Any) -> bool:
-    return getattr(handler, "__module__", "").startswith("nrl.")
+    return str(getattr(handler, "__module__", "")).startswith("nrl.")  # a callable's module may be None

@@ -293,6 +293,23 @@ def test_ctrl_c_saves_like_sigterm_and_the_process_lives_on(
 
 
 @pytest.mark.usefixtures("_interruptible")
+def test_ctrl_c_is_heeded_until_the_block_that_handles_it_ends() -> None:
+    def elsewhere() -> bool:
+        with heeded(30.0) as other:
+            return other.asked
+
+    with heeded(30.0) as found:
+        found.going_on = True
+        interrupt()
+        with futures.ThreadPoolExecutor(1) as pool:
+            assert pool.submit(elsewhere).result()
+        with heeded(30.0) as inner:
+            assert inner.asked
+        assert found.asked
+    assert not found.asked
+
+
+@pytest.mark.usefixtures("_interruptible")
 def test_a_second_ctrl_c_breaks_off_a_step(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def within(step: int) -> None:
         if step == 1:
@@ -311,10 +328,12 @@ def test_a_second_ctrl_c_breaks_off_a_step(tmp_path: Path, capfd: pytest.Capture
 
 
 @pytest.mark.usefixtures("_interruptible")
-def test_a_handler_of_the_program_for_ctrl_c_stays() -> None:
+@pytest.mark.parametrize("module", [__name__, None])
+def test_a_handler_of_the_program_for_ctrl_c_stays(module: str | None) -> None:
     def own(number: int, frame: Any) -> None:
         pass
 
+    own.__module__ = module  # type: ignore[assignment]
     signal.signal(signal.SIGINT, own)
     with heeded(30.0):
         assert signal.getsignal(signal.SIGINT) is own
