@@ -70,7 +70,7 @@ class Present:
 
 
 def two(stream: Source[Any]) -> Source[Any]:
-    return batched(stream, 2, collate=tuple)
+    return batched(stream, 2, collate=tuple)  # type: ignore[arg-type]
 
 
 TRANSFORMS: dict[str, tuple[Callable[[Source[Any]], Source[Any]], int]] = {
