@@ -33,6 +33,7 @@ from nrl.files import (
     write,
     write_manifest,
 )
+from nrl.runtime.preemption import note_save
 from nrl.runtime.threads import Daemons
 
 __all__ = ["begin_storing", "load", "newest", "save", "store", "verify"]
@@ -74,6 +75,7 @@ def _begun(
 
     With ``beside`` the trainers go on to write when this returns; else they have written.
     """
+    note_save()
     plain, about = check(values), json.loads(json.dumps(dict(meta or {})))
     written = dict[str, Any]()
     with _all_or_nothing(folder):

@@ -71,15 +71,16 @@ class LoopFiles:
     def __init__(self, out: Path, stack: ExitStack) -> None:
         self._out, self._stack = out, stack
         self._open: dict[str, JsonLines] = {}
-        self._identity = _identity(out)
 
     def check_folder(self, caller: str) -> None:
-        """Check that the folder is the one that the run has entered.
+        """Check that the folder still holds the ``config.yaml`` that the run has written.
+
+        The folder's inode is not looked at, since some network file systems give it another one at any time.
 
         Raises:
             FileNotFoundError: it was removed, and what the run has written went with it.
         """
-        if _identity(self._out) != self._identity:
+        if not (self._out / "config.yaml").exists():
             raise FileNotFoundError(
                 errno.ENOENT,
                 f"{caller}: out={self._out} was removed or replaced while the run was going, and its files are lost; "
@@ -136,15 +137,6 @@ class LoopFiles:
             return next((name for name in loops if path.name.startswith(f"{name}.")), "train")
 
         return [path for path in sorted(self._out.glob("[!.]*.jsonl")) if owner(path) == loop]
-
-
-def _identity(folder: Path) -> tuple[int, int] | None:
-    """Return what tells a folder from another one of its name; None: there is no folder."""
-    try:
-        about = folder.stat()
-    except OSError:
-        return None
-    return about.st_dev, about.st_ino
 
 
 def _synced_size(path: Path) -> int:

@@ -15,14 +15,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
-__all__ = ["Preemption", "Terminated", "ending", "heeded", "patience"]
+__all__ = ["Preemption", "Terminated", "ending", "heeded", "note_save", "patience"]
 
 _WAITS, _RAISES, _EXITS = 0.4, 0.7, 0.95  # of the time: waits end, an exception breaks off, the process exits
-_CLOSING = 5.0  # seconds to leave all blocks where nothing is to be saved: no step has begun
+_CLOSING = 5.0  # seconds to leave all blocks where nothing is to be saved: neither a step nor a save has begun
 _HURRYING = 3.0  # seconds to leave all blocks after a second Ctrl-C
 _ECHO = 0.3  # seconds in which a second SIGINT is the first one again: launchers forward what a terminal sends to all
 _LOOK = 0.1  # seconds between two looks at the time
 _asked: "_Asked | None" = None  # the process heeds one signal, and there is no way back
+_saves = False  # whether this process has begun to save anything
 
 
 class Terminated(SystemExit):
@@ -35,6 +36,12 @@ class Terminated(SystemExit):
 def patience() -> float | None:
     """Seconds left to wait for work that a restart can do again; None: no signal has come, so any time."""
     return None if _asked is None else max(0.0, _WAITS * _asked.grace - _asked.past())
+
+
+def note_save() -> None:
+    """Note that something is being saved: from now on the end of the process has the whole time."""
+    global _saves
+    _saves = True
 
 
 class _Asked:
@@ -64,11 +71,11 @@ class _Asked:
     def watch(self) -> None:
         """Send the signal again where the run is late, and exit shortly before the time is over.
 
-        Where no step has begun, nothing is to be saved, and the time is short.
+        Where neither a step nor a save has begun, nothing is to be saved, and the time is short.
         """
         end, sent = _EXITS * self.grace, False
         while _asked is self:
-            limit = end if self._preemption.begun else min(end, _CLOSING)
+            limit = end if self._preemption.begun or _saves else min(end, _CLOSING)
             if self.past() >= limit:
                 self.exit(f"{limit:g} s are over; {self.said}")
             if self.late() and not sent:
@@ -102,7 +109,7 @@ class Preemption:
         self.going_on = False
         """Whether the running work may finish in time; otherwise an exception breaks it off."""
         self.begun = False
-        """Whether a step has begun. Before that nothing is to be saved."""
+        """Whether a step has begun. Before that nothing is to be saved, unless `note_save` was called."""
         self._pid = os.getpid()
 
     @property
@@ -214,7 +221,10 @@ def heeded(grace: float) -> Iterator[Preemption]:
         with ending():
             yield preemption
     finally:
-        if _asked is not None and _asked.number == signal.SIGINT and not _is_ours(handlers.get(signal.SIGINT)):
+        outermost = signal.SIGINT in handlers and not _is_ours(
+            handlers[signal.SIGINT]
+        )  # no handler is of another thread
+        if outermost and _asked is not None and _asked.number == signal.SIGINT:
             _asked = None  # a notebook, or a shell, goes on
         if _asked is None:
             for handled, before in handlers.items():
@@ -223,4 +233,4 @@ def heeded(grace: float) -> Iterator[Preemption]:
 
 
 def _is_ours(handler: Any) -> bool:
-    return getattr(handler, "__module__", "").startswith("nrl.")
+    return str(getattr(handler, "__module__", "")).startswith("nrl.")  # a callable's module may be None

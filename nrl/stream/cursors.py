@@ -58,7 +58,7 @@ class Source[T](NamedTuple):
         sampler: the sampler that makes its items, if one does.
         scheduled: the same stream, whose episodes begin and end by another schedule; of `nrl.rollouts` alone.
         expect: says how many items will still be taken, so that no others are made early; None: nobody knows. Of
-            `nrl.ahead` alone.
+            `nrl.ahead`, and of the transforms in `nrl.stream` of such a stream.
 
     >>> numbers = counting()
     >>> numbers.take(2), numbers.state()
@@ -103,8 +103,16 @@ def whole[T](source: Source[T]) -> Source[T]:
     return source._replace(take=take)
 
 
-def derived[T](stream: Stream[Any], take: Callable[[int], list[T]]) -> Source[T]:
+def derived[T](
+    stream: Stream[Any], take: Callable[[int], list[T]], expect: Callable[[int | None], None] | None = None
+) -> Source[T]:
     """A stream whose state is that of another, from which it takes.
+
+    Args:
+        stream: the other one.
+        take: see `Source`.
+        expect: see `Source`. It says to ``stream`` how many of its items that takes at least: with more, it would make
+            items that nobody takes. None: ``stream`` makes items early to the end.
 
     >>> numbers = counting()
     >>> pairs = derived(numbers, lambda n: [tuple(numbers.take(2)) for _ in range(n)])
@@ -113,7 +121,7 @@ def derived[T](stream: Stream[Any], take: Callable[[int], list[T]]) -> Source[T]
     """
     remote = bool(getattr(stream, "remote", False))
     mark, sampler = getattr(stream, "mark", None), getattr(stream, "sampler", None)
-    return whole(Source(take, stream.state, stream.restore, remote, mark, sampler))
+    return whole(Source(take, stream.state, stream.restore, remote, mark, sampler, expect=expect))
 
 
 def counting(item: Callable[[int], Any] = operator.index, *, name: str = "counting") -> Source[Any]:

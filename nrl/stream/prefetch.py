@@ -60,7 +60,11 @@ def ahead[T](stream: Stream[T], n: int) -> Source[T]:
     nothing is early, and the loop is synchronous. If other processes make the items, such as a sampler on a Ray mesh, a
     pull waits for its own item alone: the others are produced, one after the other, while the program trains. The lag
     is at most ``n`` then, too; asking for the state waits for pending items. Near the end of a loop over `Run.steps`
-    such processes make none early that the loop will not take.
+    such processes make none early that the loop will not take, also behind `batched`, `drop_uniform`, `filtered` and
+    `fresh`; but a transform of your own has to pass ``expect`` on.
+
+    On the local cluster the last pulls make ``n`` items that the loop does not take. A longer run goes on with these:
+    made later, they would be of newer weights, and its numbers would not be those of a run that was longer at once.
 
     A sampler on a Ray mesh that shares GPUs with the trainer cannot work while that trains: `nrl.publish` refuses it.
 

@@ -51,7 +51,12 @@ def batched[T](stream: Stream[T], n: int, collate: Callable[[Sequence[T]], Batch
     def take(count: int) -> list[Batch]:
         return [collate(stream.take(n)) for _ in range(count)]
 
-    return derived(stream, take)
+    expect_items: Any = getattr(stream, "expect", None)
+
+    def expect(count: int | None) -> None:
+        expect_items(None if count is None else count * n)
+
+    return derived(stream, take, expect if expect_items else None)
 
 
 @checked("drop_uniform")
@@ -191,9 +196,14 @@ def _filtered(
     patience: int,
     complain: Callable[[int, int], str],
 ) -> Source[Batch]:
-    """Keep the items that ``keep`` accepts and ask for others; the next one kept carries the numbers of the dropped."""
+    """Keep the items that ``keep`` accepts and ask for others; the next one kept carries the numbers of the dropped.
+
+    Nobody knows how many will be dropped, so ``stream`` expects one item for each that is still to be kept.
+    """
     if patience < 1:
         raise DataError(f"{who}: patience is {patience}; it must be at least 1")
+    expect_items: Any = getattr(stream, "expect", None)
+    expected: int | None = None
 
     def take(n: int) -> list[Batch]:
         kept: list[Batch] = []
@@ -201,6 +211,8 @@ def _filtered(
         empty = 0
         while len(kept) < n:
             before = len(kept)
+            if expect_items and expected is not None:
+                expect_items(expected - before)
             for item in stream.take(n - len(kept)):
                 if keep(item):
                     kept.append(_carrying(item, dropped, f"dropped_tokens/{reason}"))
@@ -212,7 +224,12 @@ def _filtered(
                 raise DataError(complain(empty, len(dropped)))
         return kept
 
-    return derived(stream, take)
+    def expect(count: int | None) -> None:
+        nonlocal expected
+        expected = count
+        expect_items(count)
+
+    return derived(stream, take, expect if expect_items else None)
 
 
 def _carrying(batch: Batch, dropped: Iterable[Batch], tokens: str) -> Batch:

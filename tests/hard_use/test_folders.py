@@ -12,7 +12,7 @@ import attrs
 import pytest
 
 import nrl
-from nrl.checkpoint import Checkpoints, save
+from nrl.checkpoint import Checkpoints, checkpoints, save
 from nrl.errors import CheckpointError
 from nrl.runs.exits import exit_status
 from nrl.stream import counting
@@ -59,12 +59,27 @@ def test_a_folder_that_is_removed_under_a_run(
         if where == place and step >= 1:
             shutil.rmtree(out, ignore_errors=True)
             if replaced:
-                out.mkdir()
+                out.mkdir(exist_ok=True)  # a checkpoint that is written beside may have made it again
 
     err = ended(Config(str(out)), remove, capfd)
     assert f"{caller}: out={out} was removed or replaced while the run was going, and its files are lost; start" in err
     shutil.rmtree(out, ignore_errors=True)
     program(Config(str(out)), lambda place, step: None)  # and it begins anew
+
+
+def test_a_folder_whose_inode_changes_is_the_same_folder(tmp_path: Path) -> None:
+    """As on a network file system that makes up its inodes."""
+    out = tmp_path / "run"
+
+    def change(place: str, step: int) -> None:
+        before = out.stat().st_ino
+        shutil.copytree(out, tmp_path / "copy")
+        out.rename(tmp_path / f"{place} {step}")
+        (tmp_path / "copy").rename(out)
+        assert out.stat().st_ino != before
+
+    program(Config(str(out)), change)
+    assert [found.step for found in checkpoints(out / "checkpoints" / "train")][-1:] == [2]
 
 
 @pytest.mark.filterwarnings("ignore:run. .*report.html could not be written")

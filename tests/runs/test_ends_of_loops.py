@@ -2,15 +2,18 @@
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
+import torch
 
 import nrl
+from nrl.batch import Batch
 from nrl.checkpoint import Checkpoints
-from nrl.stream import Source, ahead, counting
+from nrl.stream import Source, ahead, batched, counting, filtered, fresh
 
 
 def noting(made: list[int]) -> Source[Any]:
@@ -56,6 +59,47 @@ def test_a_loop_makes_no_item_early_that_it_does_not_take(n: int, tmp_path: Path
     looped(Looped(str(tmp_path / "again"), 2), early)
     early.take(1)  # after the loop it is as before
     assert len(early.state()["pending"]) == n
+
+
+def even(batch: Batch) -> bool:
+    return int(batch["input_ids"].sum()) % 2 == 0
+
+
+class Present:
+    version = 9
+
+
+def two(stream: Source[Any]) -> Source[Any]:
+    return batched(stream, 2, collate=tuple)  # type: ignore[arg-type]
+
+
+TRANSFORMS: dict[str, tuple[Callable[[Source[Any]], Source[Any]], int]] = {
+    "batched": (two, 6),
+    "fresh": (lambda early: fresh(early, 9, Present()), 3),
+    "filtered": (lambda early: filtered(early, even), 5),
+    "fresh(filtered)": (lambda early: fresh(filtered(early, even), 9, Present()), 5),
+    "batched(filtered)": (lambda early: two(filtered(early, even)), 11),
+}
+
+
+@pytest.mark.parametrize("n", [1, 2, 9])
+@pytest.mark.parametrize(("transform", "needed"), TRANSFORMS.values(), ids=TRANSFORMS.keys())
+def test_a_loop_over_a_transform_makes_no_item_early_that_it_does_not_take(
+    transform: Callable[[Source[Any]], Source[Any]], needed: int, n: int, tmp_path: Path
+) -> None:
+    made: list[int] = []
+
+    def item(index: int) -> Batch:
+        made.append(index)
+        return Batch({"input_ids": torch.tensor([[index]]), "version": torch.tensor([9])}, batch_size=[1])
+
+    stream = transform(ahead(counting(item)._replace(remote=True), n))
+    with nrl.run(Looped(str(tmp_path), 3)) as entered:
+        for _ in entered.steps(stream):
+            pass
+    assert made == [*range(needed)]
+    stream.take(1)  # after the loop it is as before
+    assert len(stream.state()["pending"]) == n
 
 
 @pytest.mark.parametrize("fails", [False, True])

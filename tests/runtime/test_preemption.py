@@ -293,6 +293,23 @@ def test_ctrl_c_saves_like_sigterm_and_the_process_lives_on(
 
 
 @pytest.mark.usefixtures("_interruptible")
+def test_ctrl_c_is_heeded_until_the_block_that_handles_it_ends() -> None:
+    def elsewhere() -> bool:
+        with heeded(30.0) as other:
+            return other.asked
+
+    with heeded(30.0) as found:
+        found.going_on = True
+        interrupt()
+        with futures.ThreadPoolExecutor(1) as pool:
+            assert pool.submit(elsewhere).result()
+        with heeded(30.0) as inner:
+            assert inner.asked
+        assert found.asked
+    assert not found.asked
+
+
+@pytest.mark.usefixtures("_interruptible")
 def test_a_second_ctrl_c_breaks_off_a_step(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def within(step: int) -> None:
         if step == 1:
@@ -311,10 +328,12 @@ def test_a_second_ctrl_c_breaks_off_a_step(tmp_path: Path, capfd: pytest.Capture
 
 
 @pytest.mark.usefixtures("_interruptible")
-def test_a_handler_of_the_program_for_ctrl_c_stays() -> None:
+@pytest.mark.parametrize("module", [__name__, None])
+def test_a_handler_of_the_program_for_ctrl_c_stays(module: str | None) -> None:
     def own(number: int, frame: Any) -> None:
         pass
 
+    own.__module__ = module  # type: ignore[assignment]
     signal.signal(signal.SIGINT, own)
     with heeded(30.0):
         assert signal.getsignal(signal.SIGINT) is own
@@ -402,3 +421,24 @@ def test_whatever_has_been_left_the_process_ends_in_time() -> None:
     for name, done in ends(begin, {name: begin + term + block for name, block in BLOCKS.items()}, 250).items():
         assert done.status == 143, name
         assert "run: 0.95 s are over; no checkpoint could be saved" in done.err, name
+
+
+_CLOSES = "time.sleep(1.5); print('saved')"  # after more than the time of a program that saves nothing
+SAVING = {
+    "saves": f"with heeded(600.0):\n    try: term()\n    finally: save(folder / '1', 0, {{'x': 1}}); {_CLOSES}",
+    "has saved": f"save(folder / '2', 0, {{'x': 1}})\nwith heeded(600.0):\n    try: term()\n    finally: {_CLOSES}",
+    "saves nothing": "with heeded(600.0):\n    try: term()\n    finally: time.sleep(3600)",
+}
+
+
+def test_a_program_that_saves_without_steps_has_the_whole_time(tmp_path: Path) -> None:
+    begin = (
+        "import os, signal, time\nfrom pathlib import Path\nfrom nrl.checkpoint import save\n"
+        "from nrl.runtime import preemption\nfrom nrl.runtime.preemption import heeded\n"
+        f"preemption._CLOSING, folder = 1.0, Path({str(tmp_path)!r})\n"
+        "def term() -> None: os.kill(os.getpid(), signal.SIGTERM)\n"
+    )
+    done = ends(begin, {name: begin + block for name, block in SAVING.items()}, 250)
+    assert {name: end.status for name, end in done.items()} == dict.fromkeys(SAVING, 143)
+    assert [done[name].out for name in SAVING] == ["saved\n", "saved\n", ""]
+    assert "run: 1 s are over; no checkpoint could be saved" in done["saves nothing"].err

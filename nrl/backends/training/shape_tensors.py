@@ -11,7 +11,27 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-__all__ = ["ShapeTensor"]
+__all__ = ["NoNumbers", "ShapeTensor", "needs_numbers"]
+
+_OUTSIDE = ("ShapeTensor.__format__", "tensor subclasses", "data is not allocated", "python storage")
+"""Parts of what torch and Python say where numbers are looked at outside of `ShapeTensor.__torch_dispatch__`."""
+
+
+class NoNumbers(NotImplementedError):
+    """An operation on a `ShapeTensor` needs its numbers. Nothing else raises it."""
+
+
+def needs_numbers(error: Exception) -> bool:
+    """Return whether an error says that the numbers of a `ShapeTensor` were looked at, by ``numpy()`` for example.
+
+    >>> try:
+    ...     f"{ShapeTensor(()):.3f}"
+    ... except TypeError as error:
+    ...     needs_numbers(error), needs_numbers(TypeError("a mistake of the loss"))
+    (True, False)
+    """
+    outside = isinstance(error, RuntimeError | TypeError) and any(part in str(error) for part in _OUTSIDE)
+    return outside or isinstance(error, NoNumbers)
 
 
 class ShapeTensor(Tensor):
@@ -21,7 +41,8 @@ class ShapeTensor(Tensor):
         shape: that it has.
 
     Raises:
-        NotImplementedError: where its numbers are looked at, by ``item()`` or an ``if``.
+        NoNumbers: where its numbers are looked at, by ``item()`` or an ``if``, or where torch knows no shape without
+            them, as of the entries that such a tensor selects; but see `needs_numbers` for what is no operation.
 
     >>> logits, mask = ShapeTensor((2, 5, 7)), torch.ones(2, 5, dtype=torch.bool)
     >>> torch.where(mask, logits.logsumexp(-1), 0).sum().shape, logits[mask].shape
@@ -43,7 +64,13 @@ class ShapeTensor(Tensor):
         if func is torch.ops.aten.index.Tensor:  # how many entries a mask selects depends on its numbers
             args = args[0], [part for index in args[1] for part in _indices(index)]
         args, kwargs = tree_map(_without_numbers, (args, kwargs or {}))
-        return tree_map(lambda x: _wrapped(x) if isinstance(x, Tensor) else x, func(*args, **kwargs))
+        try:
+            computed = func(*args, **kwargs)
+        except RuntimeError as error:  # also of shapes that do not fit, which is the loss's own
+            if isinstance(error, NotImplementedError) or "meta" in str(error).lower():
+                raise NoNumbers(str(error)) from error
+            raise
+        return tree_map(lambda x: _wrapped(x) if isinstance(x, Tensor) else x, computed)
 
 
 def _wrapped(meta: Tensor) -> ShapeTensor:

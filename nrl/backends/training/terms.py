@@ -4,7 +4,6 @@ The weight of each term of a loss is a function of the batch alone, so the drive
 outputs of zeros, before the first forward. The engine divides each micro-batch's total by it: sums all the way.
 """
 
-import contextlib
 import inspect
 import math
 import re
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from nrl.algos import Loss, name_of, needed, output_shape
 from nrl.arguments import described, register_kind
-from nrl.backends.training.shape_tensors import ShapeTensor
+from nrl.backends.training.shape_tensors import ShapeTensor, needs_numbers
 from nrl.batch import Batch, microbatches, unchanged
 from nrl.batch.columns import COLUMNS
 from nrl.errors import LossResultError, MissingColumn, MissingOutput, NoGradient, WeightError
@@ -187,8 +186,11 @@ def global_weights(
     needs = {*always, *needed(loss)}
     large = [widths[output] for output in needs if output in widths]
     if large:
-        with contextlib.suppress(Exception):  # a loss that looks at the numbers of its outputs gets some below
+        try:
             return _weights(loss, batch, {key: ShapeTensor(output_shape(key, batch, widths)) for key in needs})
+        except Exception as error:
+            if not needs_numbers(error):  # a loss that looks at the numbers of its outputs gets some below
+                raise
     most = _NUMBERS // max(large) if large else _PLACES
     if batch["input_ids"].numel() > most:
         widest = batch["input_ids"][0].numel()

@@ -62,6 +62,7 @@ from nrl.runtime import Future, Handle, Mesh, done
 from nrl.runtime.mesh.calling import Each, call, from_all, from_first, method
 from nrl.runtime.mesh.futures import on_its_way
 from nrl.runtime.mesh.processes import Donated, Out, Rows, Value
+from nrl.runtime.preemption import note_save
 from nrl.runtime.trace import measured
 from nrl.runtime.transfer import route
 
@@ -381,6 +382,7 @@ class Trainer:
         self, how: Callable[..., Any], value: TrainState | Params, folder: str | Folder
     ) -> tuple[Callable[..., Any], Each, Folder, dict[str, Any]]:
         """What the processes call, the values that they hold, the folder, which is there now, and the record."""
+        note_save()
         folder = at(folder).absolute()
         params = value._params if isinstance(value, TrainState) else value
         alone = params.adapter_of is not None

@@ -2,10 +2,11 @@
 
 import pickle
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -388,6 +389,54 @@ def test_the_weight_of_a_large_vocabulary_is_learnt_without_its_logits(monkeypat
     for numbers in (23 * 20, 2**24):
         monkeypatch.setattr("nrl.backends.training.terms._NUMBERS", numbers)
         assert global_weights(looks_at_numbers, rows(), widths={"logits": 23}) == {"loss": 33.0}
+
+
+LOOKS: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda x: x.sum().item(),
+    "numpy": lambda x: x.detach().numpy(),
+    "tolist": lambda x: x.tolist(),
+    "in an array": lambda x: np.asarray(x),
+    "printed": lambda x: f"{x.sum():.3f} {x}",
+    "a mask": lambda x: x[x > 0],
+    "in a tensor": lambda x: torch.tensor([x.sum(), x.mean()]),
+    "unique": lambda x: x.unique(),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS.keys())
+def test_a_loss_that_looks_at_numbers_is_called_again_with_some(look: Callable[[Tensor], Any]) -> None:
+    @needs("logits")
+    def looks(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+        look(out["logits"])
+        return token_mean(out["logits"].logsumexp(-1), batch["loss_mask"]), {}
+
+    assert global_weights(looks, rows(), widths={"logits": 23}) == {"loss": 33.0}
+
+
+MISTAKES: dict[str, Callable[[Tensor, Batch], Any]] = {
+    "shapes": lambda x, batch: x + torch.zeros(3),
+    "shapes of a column": lambda x, batch: batch["loss_mask"] + torch.zeros(999),
+    "a column": lambda x, batch: batch["advantage"],
+    "a name": lambda x, batch: x.nothing,  # type: ignore[attr-defined]
+    "a type": lambda x, batch: x + "1",  # type: ignore[operator]
+    "an array": lambda x, batch: np.ones(23) * x,
+    "a division": lambda x, batch: 1 / 0,
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_loss_with_a_mistake_is_called_once(mistake: Callable[[Tensor, Batch], Any]) -> None:
+    calls = []
+
+    @needs("logits")
+    def wrong(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
+        calls.append(batch)
+        mistake(out["logits"], batch)
+        return token_mean(out["logits"].logsumexp(-1), batch["loss_mask"]), {}
+
+    with pytest.raises((RuntimeError, MissingColumn, AttributeError, TypeError, ZeroDivisionError)):
+        global_weights(wrong, rows(), widths={"logits": 23})
+    assert len(calls) == 1
 
 
 @needs("logits")
