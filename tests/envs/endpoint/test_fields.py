@@ -13,6 +13,7 @@ from nrl.envs.endpoint.asked import arguments_of
 from nrl.envs.endpoint.fields import Unusable
 from nrl.envs.endpoint.sessions import KeptConversations, Session
 from nrl.envs.gym.front import guarded
+from nrl.errors import ArgumentError
 
 SAY: Any = {"role": "user", "content": "Say"}
 
@@ -61,12 +62,37 @@ def test_arguments_that_would_fill_the_memory_stay_a_text() -> None:
         assert arguments_of(text) is text
 
 
-def test_kept_conversations_are_bounded_by_their_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nrl.envs.endpoint.sessions._KEPT_TEXT", 100)
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": "x" * 20_000},
+        {"role": "assistant", "content": "", "reasoning": "x" * 20_000},
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "name": "f", "arguments": "x" * 20_000}]},
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "name": "f", "arguments": {"x" * 20_000: 1}}]},
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "name": "f", "arguments": {"a": [1] * 200}}]},
+    ],
+)
+def test_kept_conversations_are_bounded_by_all_that_they_say(message: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nrl.envs.endpoint.sessions._KEPT_TEXT", 50_000)
     kept = KeptConversations()
     for number in range(5):
-        kept.add(str(number), [{"role": "user", "content": "x" * 40}])
+        kept.add(str(number), [message])
     assert [number for number in range(5) if kept.get(str(number))] == [3, 4]
+
+
+def test_kept_conversations_are_bounded_by_their_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nrl.envs.endpoint.sessions._KEPT_TEXT", 50_000)
+    kept = KeptConversations()
+    for number in range(5):
+        kept.add(str(number), [{"role": "user", "content": ""}] * 40)
+    assert [number for number in range(5) if kept.get(str(number))] == [3, 4]
+
+
+def test_messages_are_counted_with_the_earlier_ones() -> None:
+    assert len(responses.read({"input": [SAY] * 10}, [SAY] * 9_990).messages) == 10_000
+    with pytest.raises(Unusable, match="the request has 10001 messages; send at most 10000") as refused:
+        responses.read({"input": [SAY] * 11}, [SAY] * 9_990)
+    assert (refused.value.status, refused.value.param) == (400, "input")
 
 
 def called(path: str, body: Any = None, method: str = "POST", **headers: str) -> tuple[int, dict[bytes, bytes], Any]:
@@ -131,7 +157,7 @@ def test_an_unknown_model_is_told_as_openai_does() -> None:
 
 def test_a_port_that_other_machines_reach_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NRL_ENDPOINT_TOKEN", raising=False)
-    with pytest.raises(ValueError, match="NRL_ENDPOINT_TOKEN"):
+    with pytest.raises(ArgumentError, match="NRL_ENDPOINT_TOKEN"):
         nrl.driven(lambda task, endpoint: 1.0, host="10.0.0.1", port=9000)
     monkeypatch.setenv("NRL_ENDPOINT_TOKEN", "a key")
     assert nrl.driven(lambda task, endpoint: 1.0, host="10.0.0.1", port=9000)
