@@ -104,8 +104,8 @@ def driven(
         An environment, ``async``, like any other: it may be `nrl.pooled`, on a mesh, or served.
 
     Raises:
-        ArgumentError: ``host`` is an address at which nobody can be found; or other machines reach its ``port``, and there
-            is no token.
+        ArgumentError: ``host`` is an address at which nobody can be found; or other machines reach its ``port``, and
+            there is no token.
 
     >>> import nrl
     >>> from nrl import tiny
