@@ -54,7 +54,7 @@ def read(body: Any, earlier: Sequence[Mapping[str, Any]] = ()) -> Asked:
     found += [*map(dict, earlier), *messages_of(items)]
     if len(found) > MESSAGES:
         raise Unusable(
-            f"input: with those of previous_response_id, the request has {len(found)} messages; send at most {MESSAGES}",
+            f"input: with previous_response_id's own, the request has {len(found)} messages; send at most {MESSAGES}",
             param="input",
         )
     if found[-1]["role"] == "assistant":
