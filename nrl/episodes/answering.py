@@ -23,7 +23,6 @@ from nrl.envs.endpoint.chat_completions import read
 from nrl.envs.endpoint.fields import Unusable
 from nrl.envs.endpoint.sessions import KeptConversations
 from nrl.episodes.conversations import Conversation
-from nrl.episodes.lengths import least_tokens
 from nrl.episodes.requests import Limits, shortened
 from nrl.errors import ClusterError, DataError, DeadlineExceeded, GenerationError, LostRequest, ModelError
 from nrl.runtime.threads import Daemons
@@ -87,8 +86,7 @@ class Answers:
         of = self._sampler.tokenizer
         if isinstance(body, Mapping) and isinstance(body.get("prompt"), str):
             self._check([body["prompt"]])
-            self._check_least(body["prompt"])
-            tokens = encode(body["prompt"], of)
+            tokens = self._fitting(encode(body["prompt"], of, self._sampler.context_length + 1))
         else:
             try:
                 asked = read(body)
@@ -104,19 +102,19 @@ class Answers:
         if characters > self._most:
             raise _too_long(f"{characters} characters, which do not fit into the {length} tokens of")
 
-    def _check_least(self, request: Any) -> None:
-        """Refuse what does not fit, as a part of it shows."""
+    def _fitting(self, tokens: list[int]) -> list[int]:
+        """The tokens, of which no more than the context and one were encoded; refuse what does not fit."""
         length = self._sampler.context_length
-        if least := least_tokens(request, self._sampler.tokenizer, length):
-            raise _too_long(f"more than {least} tokens, which do not fit into the {length} of")
+        if len(tokens) > length:
+            raise _too_long(f"more than {length} tokens, which do not fit into the {length} of")
+        return tokens
 
     def _prompt(self, asked: Asked) -> tuple[Conversation, list[int]]:
         self._check([message["content"] for message in asked.messages])
         request = as_request(attrs.evolve(asked, ids=True), [])
-        self._check_least(request)
         try:
-            chat = Conversation(request, (), self._sampler.tokenizer)
-            return chat, chat.asked(render)
+            chat = Conversation(request, (), self._sampler.tokenizer, self._sampler.context_length + 1)
+            return chat, self._fitting(chat.asked(render))
         except (DataError, ModelError) as error:
             raise Unusable(str(error)) from None
 
@@ -133,6 +131,7 @@ class Answers:
         # The noise of several answers differs; a seed is a signed number of 64 bits
         seeds = [(seed + index + 2**63) % 2**64 - 2**63 for index in range(asked.n)]
         promised: list[futures.Future[Completion]] = []
+        coming: asyncio.Future[list[Completion]] | None = None
         try:
             promised = list(self._beside.stream([tokens] * asked.n, seeds, sampling))
             coming = asyncio.gather(*map(asyncio.wrap_future, promised))
@@ -150,6 +149,9 @@ class Answers:
         finally:
             for each in promised:
                 each.cancel()
+            if coming is not None:  # asyncio logs what nobody retrieves, and a client that leaves is no error
+                coming.add_done_callback(lambda done: done.cancelled() or done.exception())
+                coming.cancel()
         return [chat.said(each, [*tokens, *each.token_ids.tolist()]) for each in found]
 
     def _sampling(self, given: Mapping[str, Any], limits: Limits) -> tuple[Sampling, int]:
