@@ -29,6 +29,8 @@ from nrl.runtime.threads import Daemons
 
 __all__ = ["Answers"]
 
+_ROWS = 256  # of one call of a sampler that does not stream
+
 
 class Answers:
     """Answers requests with a sampler, in a thread of its own; it is `nrl.envs.endpoint.application.Answering`.
@@ -202,16 +204,20 @@ class _Beside:
         return [wanted.answer for wanted in asked]
 
     def _decode(self) -> None:
-        """Complete what waits longest, and all that is sampled alike but for its length."""
+        """Complete what waits longest, and what is sampled alike but for its length; at most so many rows."""
 
         def kind(wanted: _Wanted) -> Sampling:
             return attrs.evolve(wanted.sampling, max_new_tokens=1)
 
         with self._guard:
             waiting = [wanted for wanted in self._waiting if not wanted.answer.cancelled()]
-            alike = [wanted for wanted in waiting if kind(wanted) == kind(waiting[0])]
-            self._waiting = [wanted for wanted in waiting if wanted not in alike]
+            every = [wanted for wanted in waiting if kind(wanted) == kind(waiting[0])]
+            alike, rest = every[:_ROWS], every[_ROWS:]
+            taken = set(alike)
+            self._waiting = [wanted for wanted in waiting if wanted not in taken]
             self.busy = bool(alike)
+        if rest:  # which had been counted on this call
+            self._thread.submit(self._decode)
         if not alike:
             return
         longest = max(wanted.sampling.max_new_tokens for wanted in alike)

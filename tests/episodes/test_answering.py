@@ -12,6 +12,7 @@ import nrl
 from nrl.backends.engines import GIVEN_UP
 from nrl.envs.endpoint.asked import Asked, call_id, said_by
 from nrl.envs.endpoint.fields import Unusable
+from nrl.episodes import answering
 from nrl.episodes.answering import Answers
 from tests.envs.endpoint.driving import Says, turn
 
@@ -52,6 +53,21 @@ def test_requests_of_different_lengths_are_decoded_together() -> None:
     assert counts[:2] == [1, 2]
     assert counts[2] > 2
     assert [turns[0].stop_reason for turns, _ in found] == ["length", "length", "stop"]
+
+
+def test_more_rows_than_a_call_may_have_are_decoded_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answering, "_ROWS", 4)
+    sizes = list[int]()
+
+    class Counts(Says):
+        def generate(self, prompts: Any, *, seeds: Any = None, sampling: Any = None) -> Any:
+            sizes.append(len(prompts))
+            return super().generate(prompts, seeds=seeds, sampling=sampling)
+
+    answers = Answers(Counts("qwen2_5", ["Hi<|im_end|>"] * 9))
+    ((turns, _),) = asked(answers, Asked([SAY], n=9))
+    assert len(turns) == 9
+    assert sizes == [4, 4, 1]
 
 
 class Slow(Says):

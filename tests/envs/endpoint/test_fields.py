@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -148,6 +149,41 @@ def test_what_is_no_json_is_refused(body: bytes) -> None:
     status, _, reply = called("/s/s/v1/chat/completions", body)
     assert status == 400
     assert reply["error"]["param"] in (None, "messages")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_of_a_request_that_waits_only_what_is_answered_is_in_memory(path: str) -> None:
+    """The rest of its body, such as what it stands for elsewhere, is as large as a client likes."""
+    held = list[int]()
+
+    class Waiting(Session):
+        async def ask(self, asked: Any, left: Any) -> Any:
+            held.append(tracemalloc.get_traced_memory()[0])
+            raise Unusable("no answer")
+
+    body: Any = {"messages": [SAY], "input": "Say", "metadata": {str(each): "x" * 100 for each in range(20_000)}}
+    sent = json.dumps(body).encode()
+    app = application(lambda name: Waiting("s", ids=False), "policy")
+
+    async def main() -> None:
+        parts = [sent]
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": parts.pop()}
+
+        async def send(message: Any) -> None:
+            pass
+
+        scope = {"type": "http", "path": path, "method": "POST", "headers": []}
+        await app(scope, receive, send)
+
+    tracemalloc.start()
+    try:
+        asyncio.run(main())
+    finally:
+        tracemalloc.stop()
+    assert len(held) == 1
+    assert held[0] < 1_000_000
 
 
 def test_an_unknown_model_is_told_as_openai_does() -> None:
