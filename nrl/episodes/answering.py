@@ -23,12 +23,13 @@ from nrl.envs.endpoint.chat_completions import read
 from nrl.envs.endpoint.fields import Unusable
 from nrl.envs.endpoint.sessions import KeptConversations
 from nrl.episodes.conversations import Conversation
-from nrl.episodes.lengths import least_tokens
 from nrl.episodes.requests import Limits, shortened
 from nrl.errors import ClusterError, DataError, DeadlineExceeded, GenerationError, LostRequest, ModelError
 from nrl.runtime.threads import Daemons
 
 __all__ = ["Answers"]
+
+_ROWS = 256  # of one call of a sampler that does not stream
 
 
 class Answers:
@@ -87,8 +88,7 @@ class Answers:
         of = self._sampler.tokenizer
         if isinstance(body, Mapping) and isinstance(body.get("prompt"), str):
             self._check([body["prompt"]])
-            self._check_least(body["prompt"])
-            tokens = encode(body["prompt"], of)
+            tokens = self._fitting(encode(body["prompt"], of, self._sampler.context_length + 1))
         else:
             try:
                 asked = read(body)
@@ -104,19 +104,19 @@ class Answers:
         if characters > self._most:
             raise _too_long(f"{characters} characters, which do not fit into the {length} tokens of")
 
-    def _check_least(self, request: Any) -> None:
-        """Refuse what does not fit, as a part of it shows."""
+    def _fitting(self, tokens: list[int]) -> list[int]:
+        """The tokens, of which no more than the context and one were encoded; refuse what does not fit."""
         length = self._sampler.context_length
-        if least := least_tokens(request, self._sampler.tokenizer, length):
-            raise _too_long(f"more than {least} tokens, which do not fit into the {length} of")
+        if len(tokens) > length:
+            raise _too_long(f"more than {length} tokens, which do not fit into the {length} of")
+        return tokens
 
     def _prompt(self, asked: Asked) -> tuple[Conversation, list[int]]:
         self._check([message["content"] for message in asked.messages])
         request = as_request(attrs.evolve(asked, ids=True), [])
-        self._check_least(request)
         try:
-            chat = Conversation(request, (), self._sampler.tokenizer)
-            return chat, chat.asked(render)
+            chat = Conversation(request, (), self._sampler.tokenizer, self._sampler.context_length + 1)
+            return chat, self._fitting(chat.asked(render))
         except (DataError, ModelError) as error:
             raise Unusable(str(error)) from None
 
@@ -133,6 +133,7 @@ class Answers:
         # The noise of several answers differs; a seed is a signed number of 64 bits
         seeds = [(seed + index + 2**63) % 2**64 - 2**63 for index in range(asked.n)]
         promised: list[futures.Future[Completion]] = []
+        coming: asyncio.Future[list[Completion]] | None = None
         try:
             promised = list(self._beside.stream([tokens] * asked.n, seeds, sampling))
             coming = asyncio.gather(*map(asyncio.wrap_future, promised))
@@ -150,6 +151,9 @@ class Answers:
         finally:
             for each in promised:
                 each.cancel()
+            if coming is not None:  # asyncio logs what nobody retrieves, and a client that leaves is no error
+                coming.add_done_callback(lambda done: done.cancelled() or done.exception())
+                coming.cancel()
         return [chat.said(each, [*tokens, *each.token_ids.tolist()]) for each in found]
 
     def _sampling(self, given: Mapping[str, Any], limits: Limits) -> tuple[Sampling, int]:
@@ -200,16 +204,20 @@ class _Beside:
         return [wanted.answer for wanted in asked]
 
     def _decode(self) -> None:
-        """Complete what waits longest, and all that is sampled alike but for its length."""
+        """Complete what waits longest, and what is sampled alike but for its length; at most so many rows."""
 
         def kind(wanted: _Wanted) -> Sampling:
             return attrs.evolve(wanted.sampling, max_new_tokens=1)
 
         with self._guard:
             waiting = [wanted for wanted in self._waiting if not wanted.answer.cancelled()]
-            alike = [wanted for wanted in waiting if kind(wanted) == kind(waiting[0])]
-            self._waiting = [wanted for wanted in waiting if wanted not in alike]
+            every = [wanted for wanted in waiting if kind(wanted) == kind(waiting[0])]
+            alike, rest = every[:_ROWS], every[_ROWS:]
+            taken = set(alike)
+            self._waiting = [wanted for wanted in waiting if wanted not in taken]
             self.busy = bool(alike)
+        if rest:  # which had been counted on this call
+            self._thread.submit(self._decode)
         if not alike:
             return
         longest = max(wanted.sampling.max_new_tokens for wanted in alike)

@@ -1,6 +1,7 @@
 """A sampler behind OpenAI's APIs: what each request is told, and that others do not wait for it."""
 
 import asyncio
+import gc
 import threading
 import time
 from typing import Any
@@ -11,6 +12,7 @@ import nrl
 from nrl.backends.engines import GIVEN_UP
 from nrl.envs.endpoint.asked import Asked, call_id, said_by
 from nrl.envs.endpoint.fields import Unusable
+from nrl.episodes import answering
 from nrl.episodes.answering import Answers
 from tests.envs.endpoint.driving import Says, turn
 
@@ -51,6 +53,21 @@ def test_requests_of_different_lengths_are_decoded_together() -> None:
     assert counts[:2] == [1, 2]
     assert counts[2] > 2
     assert [turns[0].stop_reason for turns, _ in found] == ["length", "length", "stop"]
+
+
+def test_more_rows_than_a_call_may_have_are_decoded_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answering, "_ROWS", 4)
+    sizes = list[int]()
+
+    class Counts(Says):
+        def generate(self, prompts: Any, *, seeds: Any = None, sampling: Any = None) -> Any:
+            sizes.append(len(prompts))
+            return super().generate(prompts, seeds=seeds, sampling=sampling)
+
+    answers = Answers(Counts("qwen2_5", ["Hi<|im_end|>"] * 9))
+    ((turns, _),) = asked(answers, Asked([SAY], n=9))
+    assert len(turns) == 9
+    assert sizes == [4, 4, 1]
 
 
 class Slow(Says):
@@ -128,6 +145,45 @@ def test_what_is_decoded_for_a_client_that_left_ends() -> None:
     answers._loop.call_soon_threadsafe(time.sleep, 0.5)  # until both are there, on a busy machine, too
     asyncio.run(requests())
     assert sorted(seen[0]) == [False, True, True]
+
+
+def test_of_a_client_that_left_nothing_is_logged() -> None:
+    policy, logged = Slow(), list[Any]()
+    answers = Answers(policy)
+    answers._loop.set_exception_handler(lambda loop, context: logged.append(context["message"]))
+
+    async def requests() -> None:
+        loop = asyncio.get_running_loop()
+        for number in (1, 2):
+            left = loop.create_future()
+            leaves = asyncio.create_task(answers.ask(Asked([SAY], n=number), left))
+            assert await asyncio.to_thread(policy.began.wait, 10)
+            left.set_result(None)
+            assert await leaves is None
+
+    asyncio.run(requests())
+    policy.go_on.set()
+    for _ in range(2):  # turns of the loop, after which nobody has the futures any more
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0.05), answers._loop).result(10)
+        gc.collect()
+    assert logged == []
+
+
+THOUGHT = "2+2= " * 1_400_000
+LONG: dict[str, dict[str, Any]] = {
+    "reasoning": {"reasoning": THOUGHT},
+    "arguments": {"tool_calls": [{"id": "1", "name": "f", "arguments": {"a": THOUGHT}}]},
+}
+
+
+@pytest.mark.parametrize("part", LONG)
+def test_nothing_of_a_message_is_encoded_beyond_the_context(part: str) -> None:
+    answers = Answers(Says("qwen3_training", []))  # its template writes the reasoning of all messages
+    began = time.process_time()
+    (found,) = asked(answers, Asked([SAY, {"role": "assistant", "content": "", **LONG[part]}, SAY]))
+    assert isinstance(found, Unusable)
+    assert found.code == "context_length_exceeded"
+    assert time.process_time() - began < 2
 
 
 def test_a_text_that_cannot_fit_is_refused_before_all_of_it_is_encoded() -> None:

@@ -14,7 +14,7 @@ from nrl.envs.endpoint import chat_completions, responses
 from nrl.envs.endpoint.asked import DEPTH, VALUES, Asked, said_by, wrong_type
 from nrl.envs.endpoint.fields import Unusable, shown, text_of
 from nrl.envs.endpoint.sessions import KeptConversations
-from nrl.envs.gym.application import Bodies
+from nrl.envs.gym.application import ARRIVING, Bodies
 from nrl.envs.gym.front import Application, Headers, Receive, Send
 from nrl.envs.gym.json_limits import StrangeNumber, check_json, read_json
 from nrl.envs.gym.once import Refused
@@ -27,8 +27,7 @@ SESSION = "nrl_session"
 _PATH = re.compile(r"(?:/s/([^/]+))?(?:/v1)?/(chat/completions|responses|models|tokenize)(/.+)?")
 LARGEST = 2**23
 """Bytes of a request: a context of a million tokens, and more."""
-_ARRIVING = 2**25  # bytes of all requests that arrive at a time
-_UNDER_WAY = 2**32  # bytes of all requests that wait for an answer
+_UNDER_WAY = 16 * ARRIVING  # bytes of all requests that wait for an answer, unless one alone may be larger
 _APIS: Mapping[str, Any] = {"chat/completions": chat_completions, "responses": responses}
 
 
@@ -71,7 +70,7 @@ def application(
         by_metadata: whether who has a key may name the session in a request's ``metadata`` instead, under `SESSION`.
     """
     listed = {"id": model, "object": "model", "created": 0, "owned_by": "nrl"}
-    bodies = Bodies(largest, _ARRIVING, _UNDER_WAY)
+    bodies = Bodies(largest, under_way=max(_UNDER_WAY, largest))
 
     def check_model(name: str) -> None:
         if name not in ("", model, *aliases):
@@ -124,13 +123,18 @@ def application(
                 check_model(_model_of(request))
                 await _send(send, msgspec.json.encode(await asyncio.to_thread(session.tokenize, request)))
             else:
-                await asked(_APIS[found[2]], session, request, receive, send)
+                check_model(_model_of(request))
+                api = _APIS[found[2]]
+                read = _read(api, request, session)
+                instructions = 1 if request.get("instructions") else 0
+                del request  # of which nothing else is looked at, and an answer may take minutes
+                await answer(api, session, read, instructions, receive, send)
         finally:
             bodies.held -= held
 
-    async def asked(api: Any, session: Answering, body: Any, receive: Receive, send: Send) -> None:
-        check_model(_model_of(body))
-        read = _read(api, body, session)
+    async def answer(
+        api: Any, session: Answering, read: Asked, instructions: int, receive: Receive, send: Send
+    ) -> None:
         asked = attrs.evolve(read, ids=read.ids or session.ids, model=read.model or model)
         left = asyncio.ensure_future(receive())  # which comes when the client leaves
         try:
@@ -142,7 +146,7 @@ def application(
         turns, first = found
         name = secrets.token_hex(16)  # which nobody else can guess
         if api is responses and asked.stored:
-            told = asked.messages[bool(body.get("instructions")) :]  # which hold for one request
+            told = asked.messages[instructions:]  # which hold for one request
             session.responses.add(f"resp_{name}", [*told, said_by(turns[0], first)])
         if asked.stream:
             await send({"type": "http.response.start", "status": 200, "headers": [_type(b"text/event-stream")]})

@@ -104,8 +104,8 @@ def driven(
         An environment, ``async``, like any other: it may be `nrl.pooled`, on a mesh, or served.
 
     Raises:
-        ValueError: ``host`` is an address at which nobody can be found; or other machines reach its ``port``, and there
-            is no token.
+        ArgumentError: ``host`` is an address at which nobody can be found; or other machines reach its ``port``, and
+            there is no token.
 
     >>> import nrl
     >>> from nrl import tiny
@@ -130,7 +130,7 @@ def driven(
         )
     token = token or os.environ.get("NRL_ENDPOINT_TOKEN")
     if port and token is None and not is_loopback(host):
-        raise ValueError(
+        raise ArgumentError(
             f"driven: every machine that reaches {host} could fill port {port} with requests; set NRL_ENDPOINT_TOKEN, "
             "or token=, and give it to the agents as their API key"
         )

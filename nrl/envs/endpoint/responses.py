@@ -52,6 +52,11 @@ def read(body: Any, earlier: Sequence[Mapping[str, Any]] = ()) -> Asked:
         raise Unusable(f"instructions is {shown(told)}; give a text", param="instructions")
     found = [{"role": "system", "content": told}] if told else []
     found += [*map(dict, earlier), *messages_of(items)]
+    if len(found) > MESSAGES:
+        raise Unusable(
+            f"input: with previous_response_id's own, the request has {len(found)} messages; send at most {MESSAGES}",
+            param="input",
+        )
     if found[-1]["role"] == "assistant":
         raise Unusable("input: the last item is the assistant's, which leaves nothing to answer", param="input")
     choice, include = body.get("tool_choice"), body.get("include") or []

@@ -15,7 +15,8 @@ from nrl.envs.endpoint.fields import Unusable
 __all__ = ["Exchange", "KeptConversations", "Session"]
 
 _KEPT = 10_000  # responses of a session
-_KEPT_TEXT = 2**26  # characters of the conversations that they end
+_KEPT_TEXT = 2**26  # characters of the conversations that they end, as `_size` counts them
+_VALUE = 100  # characters as which each key and value counts besides its text, for the object that it is
 _SEEN = 0.25  # seconds until it is seen that a client has left
 
 
@@ -51,11 +52,30 @@ class KeptConversations:
 
     def add(self, name: str, messages: list[Mapping[str, Any]]) -> None:
         """Keep a conversation, and forget the oldest where there are too many."""
-        size = sum(len(message["content"]) for message in messages)
+        size = _size(messages)
         self._kept[name] = size, messages
         self._size += size
         while len(self._kept) > _KEPT or (self._size > _KEPT_TEXT and len(self._kept) > 1):
             self._size -= self._kept.popitem(last=False)[1][0]
+
+
+def _size(value: Any) -> int:
+    """Return how much a value of JSON takes in memory, in characters: all of its texts, and a constant for each part.
+
+    >>> _size([{"role": "user", "content": "1+1="}])
+    619
+    """
+    size, left = 0, [value]
+    while left:
+        part = left.pop()
+        size += _VALUE
+        if isinstance(part, str):
+            size += len(part)
+        elif isinstance(part, Mapping):
+            left += [*part, *part.values()]
+        elif isinstance(part, list | tuple):
+            left += part
+    return size
 
 
 class Session:

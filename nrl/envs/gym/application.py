@@ -21,8 +21,10 @@ from nrl.envs.gym.once import Refused
 from nrl.envs.gym.openapi import Route, openapi
 from nrl.envs.gym.service import Service
 
-__all__ = ["CONTAINERS", "FINE", "Bodies", "Health", "application", "routed", "routes"]
+__all__ = ["ARRIVING", "CONTAINERS", "FINE", "Bodies", "Health", "application", "routed", "routes"]
 
+ARRIVING = 2**25
+"""Bytes of all requests that may arrive at a time, unless one alone may be larger."""
 _HELD = 16  # requests of the largest size that may be in memory at a time
 _STALLED = 1.0  # seconds without a byte, after which a request that others wait for is given up
 
@@ -212,13 +214,13 @@ class Bodies:
 
     Args:
         largest: bytes of one.
-        arriving: bytes of all that arrive at a time. Others wait for their turn without being read, and one that stalls
-            while others wait is given up. None: as many as may be in memory.
+        arriving: bytes of all that arrive at a time; ``largest``, if that is more. Others wait for their turn without
+            being read, and one that stalls while others wait is given up.
         under_way: bytes of all that may be in memory at a time; None: 16 times ``largest``.
     """
 
-    def __init__(self, largest: int, arriving: int | None = None, under_way: int | None = None) -> None:
-        self.largest, self.held, self._arriving, self._most = largest, 0, arriving, under_way
+    def __init__(self, largest: int, arriving: int = ARRIVING, under_way: int | None = None) -> None:
+        self.largest, self.held, self._arriving, self._most = largest, 0, max(arriving, largest), under_way
         self._reserved = 0
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._clocks: dict[asyncio.Timeout, float] = {}  # of what arrives, and when something of it came last
@@ -235,7 +237,7 @@ class Bodies:
             raise Refused(415, "invalid", f"the content-encoding is {found!r:.40}; send the JSON as it is", unread=True)
         self._check(headers.length)
         # What a connection reads for nothing needs no turn
-        size = (headers.length or self.largest) if headers.is_long and self._arriving is not None else 0
+        size = (headers.length or self.largest) if headers.is_long else 0
         await self._turn(size)
         loop, body, clock = asyncio.get_running_loop(), bytearray(), asyncio.timeout(listening.SLOWEST)
         began = loop.time()
@@ -274,7 +276,7 @@ class Bodies:
 
     async def _turn(self, size: int) -> None:
         """Wait until so many bytes may arrive, in the order of requests."""
-        if self._arriving is None or not size or (self._reserved + size <= self._arriving and not self._waiting):
+        if not size or (self._reserved + size <= self._arriving and not self._waiting):
             self._reserved += size
             return
         turn = asyncio.get_running_loop().create_future()
@@ -294,7 +296,7 @@ class Bodies:
 
     def _give_back(self, size: int) -> None:
         self._reserved -= size
-        while self._waiting and self._arriving is not None:
+        while self._waiting:
             size, turn = self._waiting[0]
             if self._reserved + size > self._arriving:
                 break

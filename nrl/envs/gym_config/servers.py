@@ -244,7 +244,7 @@ def gym(args: Sequence[str]) -> Gym:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise ConfigError(redact("\n  ".join([f"{' '.join(each.name for each in given.files)}: {count}", *problems])))
     made: Gym = attrs.evolve(top, servers=servers, files=given.files)
-    return attrs.evolve(made, warnings=(*given.warnings, *_warnings(made)))
+    return attrs.evolve(made, warnings=tuple(_warnings(made)))
 
 
 def _server(name: str, value: Any, layers: Sequence[Layer], others: Sequence[Any]) -> tuple[Any, list[str]]:

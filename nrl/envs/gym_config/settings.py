@@ -22,6 +22,7 @@ __all__ = ["Settings", "settings"]
 _SETTING = re.compile(r"(\+\+|\+|~|)([^=/\s~+]+)(?:=(.*))?", re.DOTALL)
 _FILES = ("config", "config_paths")  # the second is NeMo Gym's
 _ENV = "env.yaml"
+_AUTH = {"token", "none"}  # what auth may be, which is no secret
 _NO_SECRET = re.compile(r"(^|_)(url|name|host|port|model|path|folder|dir)s?$", re.IGNORECASE)
 
 
@@ -32,13 +33,11 @@ class Settings(NamedTuple):
         values: all of them, merged.
         layers: where they come from, for messages.
         files: the configurations, without ``env.yaml``; absolute paths.
-        warnings: lines that a program shows.
     """
 
     values: dict[str, Any]
     layers: list[Layer]
     files: tuple[Path, ...]
-    warnings: tuple[str, ...]
 
     def resolved(self, keys: Sequence[str]) -> dict[str, Any]:
         """The values of some keys at the top, with others in place of their references.
@@ -68,7 +67,8 @@ def settings(args: Sequence[str], known: Sequence[str]) -> Settings:
         ``port``, ``model``, ``path`` or ``folder``.
 
     Raises:
-        ConfigError: a file cannot be read, or an argument is not understood.
+        ConfigError: a file cannot be read, or an argument is not understood, or it holds a secret, which the list of
+            processes would show.
     """
     paths, changes = list[str](), list[tuple[str, str, str | None]]()
     for arg in args:
@@ -84,6 +84,7 @@ def settings(args: Sequence[str], known: Sequence[str]) -> Settings:
             changes.append((match[1], match[2], match[3]))
     if not paths:
         raise ConfigError("no configuration is given; name one: CONFIG.yaml")
+    _check_no_secret(changes, known)
     files = tuple(Path(path).expanduser().absolute() for path in paths)
     layers = [Layer(path, _file(path, file)) for path, file in zip(paths, files, strict=True)]
     values: Any = {}
@@ -100,7 +101,7 @@ def settings(args: Sequence[str], known: Sequence[str]) -> Settings:
     keep_secret(text for text in secret_texts(values) if "${" not in text)
     given = {key.split(".")[0] for sign, key, _ in changes if sign != "~"}
     _check_names(values, given - there, {key for layer in layers[: len(files)] for key in layer.values}, known)
-    return Settings(values, layers, files, tuple(_shown_secrets(changes)))
+    return Settings(values, layers, files)
 
 
 def _file(told: str, path: Path) -> Any:
@@ -197,10 +198,18 @@ def _check_names(values: Mapping[str, Any], new: set[str], of_files: set[str], k
             raise ConfigError(f"{key}: nothing refers to it; did you mean {close[0]}?")
 
 
-def _shown_secrets(changes: Sequence[tuple[str, str, str | None]]) -> list[str]:
-    return [
-        f"{key} stands on the command line, which every user of this machine can read; give it in {_ENV}, or as the "
-        f"environment variable {key.split('.')[-1].upper()}"
-        for _, key, text in changes
-        if text and "${" not in text and key.split(".")[-1] != "auth" and secret_texts(_nested(key, text))
-    ]
+def _check_no_secret(changes: Sequence[tuple[str, str, str | None]], known: Sequence[str]) -> None:
+    """Refuse arguments that hold a secret itself, and not a reference to one."""
+    for _, key, text in changes:
+        found = secret_texts(_nested(key, text)) - _AUTH
+        if any("${" not in secret for secret in found):
+            variable = "." not in key and key not in known
+            remedy = (
+                f"set the environment variable {key.upper()}"
+                if variable
+                else "write ${gym_token} in its place and set the environment variable GYM_TOKEN"
+            )
+            raise ConfigError(
+                f"{key} holds a secret on the command line, which every user of this machine can read; give it in "
+                f"{_ENV}, or {remedy}"
+            )

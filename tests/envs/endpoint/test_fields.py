@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from nrl.envs.endpoint.asked import arguments_of
 from nrl.envs.endpoint.fields import Unusable
 from nrl.envs.endpoint.sessions import KeptConversations, Session
 from nrl.envs.gym.front import guarded
+from nrl.errors import ArgumentError
 
 SAY: Any = {"role": "user", "content": "Say"}
 
@@ -61,12 +63,37 @@ def test_arguments_that_would_fill_the_memory_stay_a_text() -> None:
         assert arguments_of(text) is text
 
 
-def test_kept_conversations_are_bounded_by_their_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nrl.envs.endpoint.sessions._KEPT_TEXT", 100)
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": "x" * 20_000},
+        {"role": "assistant", "content": "", "reasoning": "x" * 20_000},
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "name": "f", "arguments": "x" * 20_000}]},
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "name": "f", "arguments": {"x" * 20_000: 1}}]},
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "name": "f", "arguments": {"a": [1] * 200}}]},
+    ],
+)
+def test_kept_conversations_are_bounded_by_all_that_they_say(message: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nrl.envs.endpoint.sessions._KEPT_TEXT", 50_000)
     kept = KeptConversations()
     for number in range(5):
-        kept.add(str(number), [{"role": "user", "content": "x" * 40}])
+        kept.add(str(number), [message])
     assert [number for number in range(5) if kept.get(str(number))] == [3, 4]
+
+
+def test_kept_conversations_are_bounded_by_their_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nrl.envs.endpoint.sessions._KEPT_TEXT", 50_000)
+    kept = KeptConversations()
+    for number in range(5):
+        kept.add(str(number), [{"role": "user", "content": ""}] * 40)
+    assert [number for number in range(5) if kept.get(str(number))] == [3, 4]
+
+
+def test_messages_are_counted_with_the_earlier_ones() -> None:
+    assert len(responses.read({"input": [SAY] * 10}, [SAY] * 9_990).messages) == 10_000
+    with pytest.raises(Unusable, match="the request has 10001 messages; send at most 10000") as refused:
+        responses.read({"input": [SAY] * 11}, [SAY] * 9_990)
+    assert (refused.value.status, refused.value.param) == (400, "input")
 
 
 def called(path: str, body: Any = None, method: str = "POST", **headers: str) -> tuple[int, dict[bytes, bytes], Any]:
@@ -124,6 +151,41 @@ def test_what_is_no_json_is_refused(body: bytes) -> None:
     assert reply["error"]["param"] in (None, "messages")
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_of_a_request_that_waits_only_what_is_answered_is_in_memory(path: str) -> None:
+    """The rest of its body, such as what it stands for elsewhere, is as large as a client likes."""
+    held = list[int]()
+
+    class Waiting(Session):
+        async def ask(self, asked: Any, left: Any) -> Any:
+            held.append(tracemalloc.get_traced_memory()[0])
+            raise Unusable("no answer")
+
+    body: Any = {"messages": [SAY], "input": "Say", "metadata": {str(each): "x" * 100 for each in range(20_000)}}
+    sent = json.dumps(body).encode()
+    app = application(lambda name: Waiting("s", ids=False), "policy")
+
+    async def main() -> None:
+        parts = [sent]
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": parts.pop()}
+
+        async def send(message: Any) -> None:
+            pass
+
+        scope = {"type": "http", "path": path, "method": "POST", "headers": []}
+        await app(scope, receive, send)
+
+    tracemalloc.start()
+    try:
+        asyncio.run(main())
+    finally:
+        tracemalloc.stop()
+    assert len(held) == 1
+    assert held[0] < 1_000_000
+
+
 def test_an_unknown_model_is_told_as_openai_does() -> None:
     status, _, reply = called("/s/s/v1/chat/completions", {"messages": [SAY], "model": "gpt-9"})
     assert (status, reply["error"]["code"], reply["error"]["param"]) == (404, "model_not_found", "model")
@@ -131,7 +193,7 @@ def test_an_unknown_model_is_told_as_openai_does() -> None:
 
 def test_a_port_that_other_machines_reach_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NRL_ENDPOINT_TOKEN", raising=False)
-    with pytest.raises(ValueError, match="NRL_ENDPOINT_TOKEN"):
+    with pytest.raises(ArgumentError, match="NRL_ENDPOINT_TOKEN"):
         nrl.driven(lambda task, endpoint: 1.0, host="10.0.0.1", port=9000)
     monkeypatch.setenv("NRL_ENDPOINT_TOKEN", "a key")
     assert nrl.driven(lambda task, endpoint: 1.0, host="10.0.0.1", port=9000)

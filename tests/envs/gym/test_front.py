@@ -136,6 +136,24 @@ def test_short_bodies_need_no_turn_and_those_that_wait_too_long_are_told(monkeyp
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("largest", [2**22, 2**26])
+def test_half_sent_bodies_do_not_fill_the_memory(largest: int) -> None:
+    """Those that wait for their turn are not read, whatever the server serves: this is what all have by default."""
+    half = b"x" * 2**19
+
+    async def main() -> None:
+        bodies = Bodies(largest)
+        coming = [asyncio.ensure_future(bodies.read(*body_of(half, length=largest))) for _ in range(100)]
+        await asyncio.sleep(0.05)
+        assert bodies.held == len(half) * max(1, application.ARRIVING // largest)
+        for task in coming:
+            task.cancel()
+        await asyncio.gather(*coming, return_exceptions=True)
+        assert (bodies.held, bodies._reserved, len(bodies._waiting)) == (0, 0, 0)
+
+    asyncio.run(main())
+
+
 def test_compressed_bodies_are_refused(url: str) -> None:
     headers = {"content-encoding": "gzip"}
     reply = httpx2.post(f"{url}/verify", content=b"x" * 100_000, headers=headers, trust_env=False)

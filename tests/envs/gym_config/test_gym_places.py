@@ -150,8 +150,9 @@ def test_a_client_elsewhere_gives_the_token(monkeypatch: pytest.MonkeyPatch) -> 
     assert shown == ["Bearer known-to-all-of-us", None]
 
 
-def test_a_head_that_listens_everywhere_is_asked_here(folder: Path) -> None:
-    args = ["gym.yaml", "head_server={host: 0.0.0.0, port: 9}", "token=known-to-all-of-us"]
+def test_a_head_that_listens_everywhere_is_asked_here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = ["gym.yaml", "head_server={host: 0.0.0.0, port: 9}", "token=${gym_token}"]
+    monkeypatch.setenv("GYM_TOKEN", "known-to-all-of-us")
     assert find(args).url == "http://127.0.0.1:9"
     with told(Place("http://0.0.0.0:9", "known", os.getpid(), ())):
         assert find(args).url == "http://127.0.0.1:9"

@@ -52,18 +52,17 @@ def math(made: Gym) -> EnvironmentServer:
     return found
 
 
-def test_files_and_arguments_are_merged(write: Callable[..., str]) -> None:
+def test_files_and_arguments_are_merged(write: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = write(), write("servers: {math: {replicas: 2}}\ndefault_host: localhost", "more.yaml")
-    made = gym(
-        [first, second, "servers.math.options.workers=4", "policy_api_key=nothing-much", "head_server.port=12000"]
-    )
+    monkeypatch.setenv("POLICY_API_KEY", "nothing-much")
+    made = gym([first, second, "servers.math.options.workers=4", "head_server.port=12000"])
     assert math(made).options == {"timeout": 3, "workers": 4}
     assert math(made).replicas == 2
     assert (made.default_host, made.head_server.port, made.host(made.head_server)) == ("localhost", 12000, "localhost")
     assert judge(made).name == "tiny"
     assert made.folder() == Path(first).parent
-    assert gym([f"+config_paths=[{first},{second}]", "++policy_api_key=nothing-much"]).servers["math"] == attrs_of(made)
-    assert gym([f"config={first}", "policy_api_key=nothing-much"]).default_host == "127.0.0.1"
+    assert gym([f"+config_paths=[{first},{second}]"]).servers["math"] == attrs_of(made)
+    assert gym([f"config={first}"]).default_host == "127.0.0.1"
 
 
 def attrs_of(made: Gym) -> EnvironmentServer:
@@ -71,13 +70,13 @@ def attrs_of(made: Gym) -> EnvironmentServer:
     return EnvironmentServer(environment="math", options={"timeout": 3}, replicas=server.replicas)
 
 
-def test_arguments_in_the_form_of_hydra(write: Callable[..., str]) -> None:
+def test_arguments_in_the_form_of_hydra(write: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     file = write()
-    key = "policy_api_key=nothing-much"
-    assert "more" in gym([file, key, "+servers.more={environment: exact, replicas: 2}"]).servers
-    assert math(gym([file, key, "++servers.math.replicas=3", "++servers.math.port=9000"])).port == 9000
+    monkeypatch.setenv("POLICY_API_KEY", "nothing-much")
+    assert "more" in gym([file, "+servers.more={environment: exact, replicas: 2}"]).servers
+    assert math(gym([file, "++servers.math.replicas=3", "++servers.math.port=9000"])).port == 9000
     assert list(gym([file, "~servers.judge"]).servers) == ["math"]
-    assert math(gym([file, key, "~servers.math.options"])).options == {}
+    assert math(gym([file, "~servers.math.options"])).options == {}
     assert told(file, "+servers.math.environment=exact") == (
         "+servers.math.environment: it is there already; write servers.math.environment=VALUE, or "
         "++servers.math.environment=VALUE to add or override it"
@@ -86,8 +85,11 @@ def test_arguments_in_the_form_of_hydra(write: Callable[..., str]) -> None:
     assert told(file, "~nowhere.at.all") == "~nowhere.at.all: there is no such key to remove"
 
 
-def test_texts_of_arguments_have_the_types_of_their_fields(write: Callable[..., str]) -> None:
-    made = gym([write(), "policy_model_name=1e5", "policy_api_key=12345678", "deadline=1e2"])
+def test_texts_of_arguments_have_the_types_of_their_fields(
+    write: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POLICY_API_KEY", "12345678")
+    made = gym([write(), "policy_model_name=1e5", "deadline=1e2"])
     assert (judge(made).name, judge(made).api_key, made.deadline) == ("1e5", "12345678", 100.0)
 
 
@@ -102,18 +104,40 @@ def test_secrets_come_from_files_beside_the_configuration_and_here(
     assert (judge(made).api_key, judge(made).name) == ("beside-the-file", "large")  # it wins over the configuration
     write("policy_api_key: of-this-folder", "env.yaml")
     assert judge(gym([file])).api_key == "of-this-folder"
-    made = gym([file, "policy_api_key=of-the-command-line"])
-    assert judge(made).api_key == "of-the-command-line"
-    (warning,) = made.warnings
-    assert warning == (
-        "policy_api_key stands on the command line, which every user of this machine can read; give it in env.yaml, "
-        "or as the environment variable POLICY_API_KEY"
-    )
-    for secret in ("of-the-environment", "beside-the-file", "kept-as-well", "of-this-folder", "of-the-command-line"):
+    assert made.warnings == ()
+    for secret in ("of-the-environment", "beside-the-file", "kept-as-well", "of-this-folder"):
         assert redact(f"it is {secret}!") == "it is ***!"
         assert secret not in repr(made)
         assert secret not in repr(made.servers)
     assert redact("large") == "large"
+
+
+@pytest.mark.parametrize(
+    ("argument", "remedy"),
+    [
+        ("policy_api_key=swordfish", "set the environment variable POLICY_API_KEY"),
+        ("++policy_api_key=swordfish", "set the environment variable POLICY_API_KEY"),
+        ("token=swordfish", "write ${gym_token} in its place"),
+        ("servers.judge.api_key=swordfish", "write ${gym_token} in its place"),
+        ("+servers.far={url: http://10.0.0.6, token: swordfish}", "write ${gym_token} in its place"),
+        ("+servers.far={url: http://10.0.0.6, token: swordfish, api_key: '${gym_token}'}", "write ${gym_token}"),
+    ],
+)
+def test_a_secret_in_an_argument_is_refused(argument: str, remedy: str, write: Callable[..., str]) -> None:
+    for read in (gym, head_of):
+        with pytest.raises(ConfigError) as refused:
+            read([write(), argument])
+        assert "on the command line, which every user of this machine can read; give it in env.yaml" in str(
+            refused.value
+        )
+        assert remedy in str(refused.value)
+        assert "swordfish" not in str(refused.value)
+
+
+def test_how_a_server_is_asked_is_no_secret(write: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLICY_API_KEY", "nothing-much")
+    made = gym([write(), "auth=none", "servers.math.auth=token", "+servers.more={environment: exact, auth: none}"])
+    assert (made.auth, math(made).auth, made.servers["more"].auth) == ("none", "token", "none")
 
 
 def test_no_message_holds_a_secret(write: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
