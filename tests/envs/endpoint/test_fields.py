@@ -52,9 +52,9 @@ def test_a_field_out_of_its_range_is_named(field: str, value: Any) -> None:
 
 
 def test_what_is_within_the_range_is_read() -> None:
-    within = {"n": 128, "temperature": 1e-6, "top_p": 1e-6, "seed": -(2**63), "stop": ["x" * 1000] * 16, "top_k": -1}
+    within = {"n": 128, "temperature": 1e-3, "top_p": 1e-6, "seed": -(2**63), "stop": ["x" * 1000] * 16, "top_k": -1}
     found = chat_completions.read({"messages": [SAY] * 10_000, **within})
-    assert (found.n, found.sampling["temperature"], found.sampling["top_k"]) == (128, 1e-6, 0)
+    assert (found.n, found.sampling["temperature"], found.sampling["top_k"]) == (128, 1e-3, 0)
     assert chat_completions.read({"messages": [SAY], "n": None, "stop": None, "stream": None}).n == 1
 
 
