@@ -25,7 +25,7 @@ FLOPS = "flops"
 _GIB = 2**30
 
 
-def device_of(caller: str, name: str | None) -> torch.device:
+def device_of(caller: str, name: str | torch.device | None) -> torch.device:
     """Return the device of a name; None: a GPU if there is one.
 
     Raises:
