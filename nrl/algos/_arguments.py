@@ -4,9 +4,11 @@ import math
 from numbers import Real
 from typing import Any
 
-from nrl.errors import ArgumentError
+from torch import Tensor
 
-__all__ = ["in_unit_interval", "not_negative", "positive", "smoothing_below_half", "weighted"]
+from nrl.errors import ArgumentError, BatchError, NotFinite
+
+__all__ = ["check_numbers", "in_unit_interval", "not_negative", "positive", "smoothing_below_half", "weighted"]
 
 
 def positive(reader: str, name: str, value: float) -> None:
@@ -65,3 +67,36 @@ def smoothing_below_half(reader: str, value: float) -> None:
             f"{reader}: smoothing is {value}; it must be at least 0 and less than 0.5, how probable it is that a label "
             "is wrong"
         )
+
+
+def check_numbers(reader: str, value: Any, got: str, shape: tuple[int, ...]) -> Tensor:
+    """Return what a user's function of rewards returned, if it is a tensor of finite numbers of this shape.
+
+    Args:
+        reader: how errors name the function.
+        value: that it returned.
+        got: what it was given, in words.
+        shape: that the value has to have.
+
+    Raises:
+        BatchError: it is something else.
+        NotFinite: it has NaN or an infinity.
+
+    >>> import torch
+    >>> check_numbers("mine", torch.tensor([1, 0]), "2 rewards", (2,)).tolist()
+    [1, 0]
+    """
+    if not isinstance(value, Tensor):
+        raise BatchError(f"{reader}: the function got {got} and returned {value!r:.80}; return a tensor")
+    if value.shape != shape:
+        raise BatchError(
+            f"{reader}: the function got {got} and returned shape {list(value.shape)}; return one number for each"
+        )
+    if value.is_complex():
+        raise BatchError(f"{reader}: the function got {got} and returned {value.dtype}; return real numbers")
+    if not bool(value.isfinite().all()):
+        wrong = value[~value.isfinite()][0].item()
+        raise NotFinite(
+            f"{reader}: the function got {got} and returned {wrong}; guard what it divides by, or the logarithm of 0"
+        )
+    return value

@@ -5,17 +5,17 @@ advantage. A group of one teaches nothing: its advantage is 0, where some librar
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from nrl.algos._arguments import check_numbers
 from nrl.algos.loss_contract import name_of
-from nrl.errors import BatchError, NotFinite
+from nrl.errors import BatchError
 
 __all__ = [
     "GroupFunction",
-    "check_numbers",
     "group_center",
     "group_center_batch_std",
     "group_normalize",
@@ -28,38 +28,6 @@ type GroupFunction = Callable[[Tensor, Tensor], Tensor]
 """``(rewards [B], group_ids [B]) -> [B]``."""
 
 _EPS = 1e-6
-
-
-def check_numbers(reader: str, value: Any, got: str, shape: tuple[int, ...]) -> Tensor:
-    """Return what a user's function of rewards returned, if it is a tensor of finite numbers of this shape.
-
-    Args:
-        reader: how errors name the function.
-        value: that it returned.
-        got: what it was given, in words.
-        shape: that the value has to have.
-
-    Raises:
-        BatchError: it is something else.
-        NotFinite: it has NaN or an infinity.
-
-    >>> check_numbers("mine", torch.tensor([1, 0]), "2 rewards", (2,)).tolist()
-    [1, 0]
-    """
-    if not isinstance(value, Tensor):
-        raise BatchError(f"{reader}: the function got {got} and returned {value!r:.80}; return a tensor")
-    if value.shape != shape:
-        raise BatchError(
-            f"{reader}: the function got {got} and returned shape {list(value.shape)}; return one number for each"
-        )
-    if value.is_complex():
-        raise BatchError(f"{reader}: the function got {got} and returned {value.dtype}; return real numbers")
-    if not bool(value.isfinite().all()):
-        wrong = value[~value.isfinite()][0].item()
-        raise NotFinite(
-            f"{reader}: the function got {got} and returned {wrong}; guard what it divides by, or the logarithm of 0"
-        )
-    return value
 
 
 def _check_rows(reader: str, rewards: Tensor, group_ids: Tensor) -> None:
