@@ -28,6 +28,7 @@ DATA = {
 
 ELSEWHERE = {
     "by_episode",
+    "from_logits",
     "masked",
     "masked_column",
     "name_of",
