@@ -580,8 +580,8 @@ def test_files_lie_in_the_folder(given: str) -> None:
     ("wrong", "message"),
     [
         ({"seconds": 0}, "Limits: seconds is 0; give a positive number"),
-        ({"cpu_seconds": float("nan")}, "Limits: cpu_seconds is nan; give a positive number"),
-        ({"memory": 1.5}, "Limits: memory is 1.5; give a positive whole number"),
+        ({"cpu_seconds": float("nan")}, "Limits: cpu_seconds is nan; give a finite number"),
+        ({"memory": 1.5}, "Limits: memory is 1.5; give a whole number"),
         ({"processes": -1}, "Limits: processes is -1; give a positive whole number"),
     ],
 )
