@@ -280,7 +280,9 @@ def test_a_loss_whose_gradient_is_not_finite(trainer: Trainer, batch: Batch, spo
     def my_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
         return token_mean(spoil(out["logprobs"]), batch["loss_mask"]), {}
 
-    refused(trainer, my_loss, batch, NotFinite, r"train_step\(my_loss\): the (norm of the gradient|loss) is -?(nan|inf)")
+    refused(
+        trainer, my_loss, batch, NotFinite, r"train_step\(my_loss\): the (norm of the gradient|loss) is -?(nan|inf)"
+    )
 
 
 @pytest.mark.parametrize("max_tokens", [LARGE, 9])
