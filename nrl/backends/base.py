@@ -113,6 +113,19 @@ def _source(value: ModelSource) -> str | Mapping[str, Any]:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
+type Lora = str | Mapping[str, Any] | None
+"""An adapter: a folder in peft's format, or arguments of ``peft.LoraConfig``; None: there is none."""
+
+register_kind(
+    Lora,
+    lambda value: (
+        "give a folder in peft's format, or a mapping with arguments of peft.LoraConfig, such as "
+        '{"r": 8, "target_modules": "all-linear"}'
+    ),
+    lambda value: value is None or isinstance(value, str | Mapping),
+)
+
+
 @checked("Model")
 @attrs.frozen(kw_only=False)
 class Model:
@@ -151,18 +164,13 @@ class Model:
     dtype: Literal["float32", "bfloat16", "float64"] = attrs.field(
         default="float32", validator=attrs.validators.in_(["float32", "bfloat16", "float64"])
     )
-    lora: str | Mapping[str, Any] | None = None
+    lora: Lora = None
     tokenizer: Any = None
     seed: int = 0
     trust_remote_code: bool = False
     train_pad_embedding: bool = False
 
     def __attrs_post_init__(self) -> None:
-        if not isinstance(self.lora, str | Mapping | None):
-            raise ArgumentError(
-                f"Model: lora is {self.lora!r}; it is a folder in peft's format, or a mapping with arguments of "
-                'peft.LoraConfig, such as {"r": 8, "target_modules": "all-linear"}'
-            )
         if isinstance(self.source, Mapping) and "model_type" not in self.source:
             raise ArgumentError(
                 f"Model: a config needs 'model_type' (such as 'qwen3'); found the keys {sorted(self.source)}"

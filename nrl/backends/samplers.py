@@ -124,7 +124,11 @@ def _instead_of_sampler(value: Any) -> str:
     return "give a sampler, as hf.sampler(slots, model) or vllm.sampler(slots, model) makes one"
 
 
-register_kind(Sampler, _instead_of_sampler, lambda value: hasattr(value, "generate") and hasattr(value, "version"))
+register_kind(
+    Sampler,
+    _instead_of_sampler,
+    lambda value: hasattr(value, "version") and (hasattr(value, "generate") or hasattr(value, "stream")),
+)
 
 
 class Streams(Protocol):

@@ -619,7 +619,7 @@ def test_layers_that_cannot_have_an_adapter_are_refused() -> None:
         LORA,
         source=QWEN3 | {"quantization_config": {"quant_method": "gptq"}},
     )
-    with pytest.raises(ValueError, match=r"Model: lora is 8; it is a folder in peft's format, or a mapping with arg"):
+    with pytest.raises(ValueError, match=r"Model: lora is 8; give a folder in peft's format, or a mapping with arg"):
         Model(QWEN3, lora=8)  # type: ignore[arg-type]
 
 
