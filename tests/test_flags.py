@@ -10,7 +10,16 @@ from nrl.runtime.executables.locks import rebuild_forced
 
 ROOT = Path(__file__).parents[1]
 FLAGS = {"NRL_DEBUG", "NRL_FORCE_REBUILD_VENVS", "NRL_TRACEBACK"}
-NOT_FLAGS = {"NRL_GYM_DIR", "NRL_GYM_TOKEN", "NRL_NSIGHT", "NRL_PORTS", "NRL_PROFILE", "NRL_VENV_DIR"}
+NOT_FLAGS = {
+    "NRL_ENDPOINT_TOKEN",
+    "NRL_GYM_DIR",
+    "NRL_GYM_TOKEN",
+    "NRL_NSIGHT",
+    "NRL_PORTS",
+    "NRL_PROFILE",
+    "NRL_SERVE_TOKEN",
+    "NRL_VENV_DIR",
+}
 """Variables that hold a text: paths, tokens, ranges and names."""
 CONSTANTS = {"0", "1", "true", "false", "yes", "no"}
 

@@ -26,7 +26,7 @@ from nrl.envs.gym.values import value_of
 from nrl.envs.nemo_metrics import aggregated
 from nrl.envs.nemo_rows import ROW
 from nrl.envs.return_values import score_of
-from nrl.errors import ArgumentError
+from nrl.errors import ArgumentError, EnvError
 
 __all__ = ["nemo_gym_protocol"]
 
@@ -336,7 +336,10 @@ def _sum(verdicts: Sequence[records.Judged]) -> tuple[float, dict[str, float]]:
     """The reward of several verdicts, and its components by name."""
     reward, components = 0.0, dict[str, float]()
     for each in verdicts:
-        score = score_of(records.verdict_of(each))
+        try:
+            score = score_of(records.verdict_of(each))
+        except EnvError as error:
+            raise failed(str(error)) from None
         if score.status not in TRAINED:
             raise failed(f"the verdict's status is '{score.status}', which is no reward")
         reward += sum(score.reward) if isinstance(score.reward, tuple) else score.reward

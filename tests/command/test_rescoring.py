@@ -154,7 +154,7 @@ def test_the_same_verifier_gives_the_same(env: str, here: Path, capsys: pytest.C
     [
         (
             ["env=exact"],
-            "nrl: eval: 1 problem give a folder, a hub name or a run as model=; only rescore=FILE",
+            "nrl: eval: 1 problem eval: give a folder, a hub name or a run as model=; only rescore=FILE",
         ),
         (["rescore=old", "model=m", "n=2"], "rescore: nothing is sampled, so model, n would not be read; leave that"),
         (["rescore=old", "model=m"], "rescore: nothing is sampled, so model would not be read; leave that"),

@@ -78,7 +78,7 @@ def test_a_folder_that_holds_a_run(tmp_path: Path) -> None:
 
 
 def test_a_config_that_cannot_be_written_leaves_no_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="dump: expected an instance of an attrs class"):  # noqa: SIM117
+    with pytest.raises(ConfigError, match="run: cfg is a dict; give an instance of a class of @attrs.frozen"):  # noqa: SIM117
         with run({"out": tmp_path / "run"}):
             pass
 

@@ -309,7 +309,13 @@ def test_what_is_wrong_with_a_request_is_named(
         ("letters", {"prompt": "a", "answer": "a"}, "/verify", {}, "there is no 'response' with an 'output'"),
         ("letters", {"prompt": "a", "answer": "a"}, "/step", {"response": {"output": []}}, "the response has 0 turns"),
         ("failing", {"prompt": "a"}, "/verify", {"response": said_text("a")}, "status is 'infra_error'"),
-        ("infinite", {"prompt": "a"}, "/verify", {"response": said_text("a")}, "the reward is inf; give a finite"),
+        (
+            "infinite",
+            {"prompt": "a"},
+            "/verify",
+            {"response": said_text("a")},
+            "the reward is inf; rewards are float32",
+        ),
         ("grouped", {"prompt": "a"}, "/verify", {"response": said_text("a")}, "judges all answers to a task together"),
     ],
 )
