@@ -325,7 +325,9 @@ def _remedy(kind: Any, value: Any) -> str:
         return f"give {int(value)}, a whole number"
     numeric = any(_bare(member) in (int, float) or get_origin(_bare(member)) is Annotated for member in members)
     quoted = ", without quotes" if numeric and isinstance(value, str) else ""
-    return f"give {' or '.join(dict.fromkeys(map(_wanted, members)))}{quoted}"
+    words = " or ".join(dict.fromkeys(map(_wanted, members)))
+    example = f", such as [{value!r}]" if isinstance(value, str) and words.endswith("each a text") else ""
+    return f"give {words}{quoted}{example}"
 
 
 def _wanted(kind: Any) -> str:

@@ -64,7 +64,7 @@ def test_a_name_that_is_no_folders(name: str) -> None:
 
 
 def test_values_of_the_wrong_kind() -> None:
-    with pytest.raises(TypeError, match=r"expected several names, found the text 'vllm'; write \('vllm',\)"):
+    with pytest.raises(TypeError, match=r"extras is 'vllm'; give several entries, each a text, such as \['vllm'\]"):
         Executable("mine", extras="vllm")
     with pytest.raises(TypeError, match=r"Executable: env\['A'\] is 1; environment variables are text"):
         Executable("mine", env={"A": 1})  # type: ignore[dict-item]
