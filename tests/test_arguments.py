@@ -80,7 +80,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("gears", False, "gears is False; give a whole number"),
     ("limit", math.nan, "limit is nan; give a number"),
     ("mode", "fast", "mode is 'fast'; give 'eco' or 'sport'"),
-    ("stops", "abc", "stops is 'abc'; give several entries, each a text"),
+    ("stops", "abc", "stops is 'abc'; give several entries, each a text, such as ['abc']"),
     ("stops", ["a", 1], "stops is the list ['a', 1]; give several entries, each a text"),
     ("plan", 3, "plan is 3; give a function or None"),
     ("engine", Engine, "engine is the class Engine; give an Engine"),
