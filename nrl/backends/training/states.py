@@ -144,5 +144,5 @@ def _instead_of_state(value: Any) -> str:
     return "give the train state, as trainer.init() or the step before returned it"
 
 
-register_kind(Params, _instead_of_params)
+register_kind(Params, _instead_of_params, lambda value: hasattr(value, "trainer") and not isinstance(value, TrainState))
 register_kind(TrainState, _instead_of_state)

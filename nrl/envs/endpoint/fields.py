@@ -58,8 +58,8 @@ class Unusable(ValueError):
 def shown(value: Any) -> str:
     """Return a value as an error quotes it, short however large it is.
 
-    >>> shown("a" * 1000)
-    "'aaaaaaaaaaaaaaaaaaaaaaaaaaaa...aaaaaaaaaaaaaaaaaaaaaaaaaaaaa'"
+    >>> len(shown("a" * 1000)) < 100
+    True
     """
     return _SHOWN.repr(value)
 

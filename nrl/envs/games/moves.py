@@ -55,7 +55,7 @@ def check_amount(game: str, name: str, value: float) -> None:
 
     >>> check_amount("tic_tac_toe", "illegal", 2.0)
     Traceback (most recent call last):
-    ValueError: tic_tac_toe: illegal is 2.0; give a number from 0 to 1
+    nrl.errors.ArgumentError: tic_tac_toe: illegal is 2.0; give a number from 0 to 1
     """
     if not 0 <= value <= 1:
         raise ArgumentError(f"{game}: {name} is {value!r}; give a number from 0 to 1")
