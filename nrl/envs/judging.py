@@ -75,7 +75,7 @@ def judge(
 
     >>> judge("localhost:8000")
     Traceback (most recent call last):
-    ValueError: judge: the url is 'localhost:8000'; give one such as 'http://localhost:8000/v1'
+    nrl.errors.ArgumentError: judge: the url is 'localhost:8000'; give one such as 'http://localhost:8000/v1'
     >>> verify = judge("http://localhost:8000/v1", rubric="Good answers rhyme.")
     """
     from nrl.backends.openai.client import connected, excerpt  # which import torch

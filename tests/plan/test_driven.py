@@ -154,7 +154,7 @@ def test_the_whole_of_a_life(counted: dict[str, Any]) -> None:
     assert by_file(publish["waits"]) == {("aten._local_scalar_dense.default", "transfer.py"): 1}  # a checksum
     assert publish["copied"] == {}
 
-    assert stages["save"]["peak"] == held  # one piece after the other
+    assert held <= stages["save"]["peak"] <= held + 256  # one piece after the other, and whether each is finite
     assert stages["save"]["copied"] == {"to the host": held - 64}  # frequencies are not saved
 
     for name, way in (("rest", "to the host"), ("wake", "to the device")):

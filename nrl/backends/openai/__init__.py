@@ -71,7 +71,7 @@ def sampler(
     >>> from nrl.backends import openai
     >>> openai.sampler("localhost:8000", tiny.model())
     Traceback (most recent call last):
-    ValueError: openai.sampler: the url is 'localhost:8000'; give one such as 'http://localhost:8000/v1'
+    nrl.errors.ArgumentError: openai.sampler: the url is 'localhost:8000'; give one such as 'http://localhost:8000/v1'
     >>> policy = openai.sampler("http://localhost:8000/v1", tiny.model())  # doctest: +SKIP
     """
     servers = [connected(_WHO, each, api_key, timeout, in_flight) for each in ([url] if isinstance(url, str) else url)]

@@ -23,6 +23,7 @@ _STOP_LENGTH = 1000  # characters of each
 _NAME_LENGTH = 256  # characters of a name
 _BIASES = 1024
 _COLDEST = 1e-3  # the least temperature but 0: logits that are divided by less are no numbers any more
+_LEAST_MASS = 1e-6  # of top_p
 _RANGES: Mapping[str, tuple[Any, float, float]] = {
     "temperature": (int | float, 0, 100),
     "top_p": (int | float, 0, 1),
@@ -86,8 +87,8 @@ def check_number(name: str, value: Any, field: str = "") -> None:
         raise Unusable(f"{field} is {shown(value)}; give {of} from {least} to {most}", param=field)
     if name == "temperature" and 0 < value < _COLDEST:
         raise Unusable(f"{field} is {value}; give 0, or a number from {_COLDEST} to {most}", param=field)
-    if name == "top_p" and value < _COLDEST:
-        raise Unusable(f"{field} is {value}; give a number from {_COLDEST} to {most}", param=field)
+    if name == "top_p" and value < _LEAST_MASS:
+        raise Unusable(f"{field} is {value}; give a number from {_LEAST_MASS} to {most}", param=field)
 
 
 def flag_of(body: Mapping[str, Any], name: str, default: bool = False) -> bool:
