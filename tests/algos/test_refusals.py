@@ -60,7 +60,7 @@ def test_functions_of_logits_are_declared_by_name() -> None:
         ({"fn": log_z, "k": 0}, "from_logits: k is 0; it must be at least 1"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
-            from_logits(**wrong)  # type: ignore[arg-type]
+            from_logits(**wrong)
     with pytest.raises(TypeError, match="3 is not the name of a column"):
         from_logits(log_z, 3)  # type: ignore[arg-type]
 
