@@ -18,8 +18,6 @@ __all__ = ["EXECUTABLES", "Executable", "check_has", "check_importable", "execut
 
 
 def _names(value: Iterable[str]) -> tuple[str, ...]:
-    if isinstance(value, str):
-        raise TypeError(f"Executable: expected several names, found the text {value!r}; write ({value!r},)")
     return tuple(value)
 
 
