@@ -19,6 +19,7 @@ __all__ = [
     "Bucket",
     "Chunks",
     "Completion",
+    "Lora",
     "Media",
     "Model",
     "ModelSource",
