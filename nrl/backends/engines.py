@@ -19,9 +19,9 @@ __all__ = ["GIVEN_UP", "Decoded", "Receives", "Request", "SampleEngine", "TrainE
 
 
 GIVEN_UP: ContextVar[Callable[[], Sequence[bool]] | None] = ContextVar("GIVEN_UP", default=None)
-"""Tells an engine in this thread which prompts of the call under way nobody waits for any more, in their order.
+"""Tells a sampler that is called in this thread which of the call's prompts nobody waits for any more, in their order.
 
-An engine that decodes a whole call at once may stop those rows; what it answers to them is not read.
+The sampler may stop decoding those; its completions of them are not read.
 """
 
 
@@ -168,12 +168,15 @@ class Request(NamedTuple):
         prompt: token ids; and media, if the engine takes them.
         seed: of its noise.
         sampling: how its tokens are drawn.
+        cancellable: it may be cancelled while it is decoded, so that an engine that decodes requests to their end
+            returns every second.
     """
 
     number: int
     prompt: Chunks
     seed: int
     sampling: Sampling
+    cancellable: bool = False
 
 
 class Decoded(NamedTuple):
@@ -220,8 +223,8 @@ class SampleEngine(Protocol):
         """Take on requests, forget others, and decode: for a moment, or until all requests are finished.
 
         It is called again and again while requests are unfinished. So an engine that can take on requests while it
-        decodes returns every few steps, and any other when all are finished. The noise of a row depends on its seed
-        alone.
+        decodes returns every few steps, and any other when all are finished; while some of them are ``cancellable``,
+        after a second. The noise of a row depends on its seed alone.
 
         Args:
             requests: new ones, which `nrl.backends.sampling.request_checks.check_prompts` has accepted.

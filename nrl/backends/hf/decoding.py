@@ -1,7 +1,9 @@
 """Decoding: many prompts to their completions, in one batch that shrinks as rows finish."""
 
 import functools
-from collections.abc import Callable, Sequence
+import math
+import time
+from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -9,14 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nrl.backends.engines import GIVEN_UP, Decoded
+from nrl.backends.engines import Decoded
 from nrl.backends.hf.cache import ATTENTION, Cache, Generic, Preallocated
 from nrl.backends.hf.noise import draw, uniforms
 from nrl.backends.hf.recording import Recording
 from nrl.backends.sampling.request_checks import check_prompts
 from nrl.errors import GenerationError
 
-__all__ = ["decode"]
+__all__ = ["Decoding", "Stops", "decode"]
 
 _AHEAD = 64  # positions that noise is computed for at once
 
@@ -73,34 +75,98 @@ def decode(
     >>> len(first.token_ids), second.truncated
     (5, True)
     """
-    vocabulary = module.get_input_embeddings().num_embeddings
-    check_prompts(prompts, seeds, stop_token_ids, vocabulary, context_length)
-    if not prompts:
-        return []
-    with torch.inference_mode(), nullcontext() if recording is None else recording.on():
-        rows, tokens, logprobs, ended, routes = _loop(
-            module,
-            prompts,
-            np.asarray([int(seed) & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64),
-            {"temperature": temperature, "top_k": top_k, "top_p": top_p},
-            max_new_tokens,
-            _Stops(stop_token_ids, stop, tokenizer),
-            context_length,
-            recording,
-        )
-    # A stable sort by row puts each row's tokens together, in the order of steps. It happens outside of inference mode,
-    # whose tensors autograd would refuse
-    order = torch.from_numpy(np.argsort(rows, kind="stable"))
-    lengths = np.bincount(rows, minlength=len(prompts)).tolist()
-    logprobs = logprobs.cpu()[order].float()
-    if not logprobs.isfinite().all():
-        raise GenerationError(
-            "decode: the model's logits are not finite, so nothing can be sampled from them; look for a NaN in the "
-            "weights that were loaded or published last, or use a wider dtype"
-        )
-    each = [None] * len(prompts) if routes is None else routes.of_rows()
-    parts = zip(tokens.cpu()[order].split(lengths), logprobs.split(lengths), ended.tolist(), each, strict=True)
-    return [Decoded(ids, values, not stopped, routes=route) for ids, values, stopped, route in parts]
+    decoding = Decoding(
+        module,
+        prompts,
+        seeds,
+        sampling={"temperature": temperature, "top_k": top_k, "top_p": top_p},
+        max_new_tokens=max_new_tokens,
+        stops=Stops(stop_token_ids, stop, tokenizer),
+        context_length=context_length,
+        recording=recording,
+    )
+    found = decoding.run()
+    assert found is not None
+    return found
+
+
+class Decoding:
+    """The decoding of one batch, which can be left and continued; the arguments are those of `decode`.
+
+    Args:
+        module: see `decode`.
+        prompts: likewise.
+        seeds: likewise.
+        sampling: ``temperature``, ``top_k`` and ``top_p``.
+        max_new_tokens: see `decode`.
+        stops: what ends a row.
+        context_length: see `decode`.
+        recording: likewise.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        *,
+        sampling: dict[str, Any],
+        max_new_tokens: int,
+        stops: "Stops",
+        context_length: int,
+        recording: Recording | None = None,
+    ) -> None:
+        vocabulary = module.get_input_embeddings().num_embeddings
+        check_prompts(prompts, seeds, stops.token_ids, vocabulary, context_length)
+        self._count, self._recording = len(prompts), recording
+        self._given_up = np.zeros(len(prompts), dtype=bool)
+        noise = np.asarray([int(seed) & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64)
+        arguments = module, prompts, noise, sampling, max_new_tokens, stops, context_length, recording, self._given_up
+        self._begin = functools.partial(_loop, *arguments)
+        self.restart()
+
+    def restart(self) -> None:
+        """Decode everything anew, as when the weights have changed."""
+        self._steps = self._begin()
+
+    def give_up(self, row: int) -> None:
+        """Sample no more tokens of a row."""
+        self._given_up[row] = True
+
+    def run(self, until: float = math.inf) -> list[Decoded] | None:
+        """Decode until all rows are done, or until ``time.monotonic()`` says so.
+
+        Args:
+            until: seconds.
+
+        Returns:
+            The answer for each row; None: the time was over, and it can be continued.
+        """
+        if not self._count:
+            return []
+        recording = self._recording
+        with torch.inference_mode(), nullcontext() if recording is None else recording.on():
+            while True:
+                try:
+                    next(self._steps)
+                except StopIteration as end:
+                    rows, tokens, logprobs, ended, routes = end.value
+                    break
+                if time.monotonic() >= until:
+                    return None
+        # A stable sort by row puts each row's tokens together, in the order of steps. It happens outside of inference
+        # mode, whose tensors autograd would refuse
+        order = torch.from_numpy(np.argsort(rows, kind="stable"))
+        lengths = np.bincount(rows, minlength=self._count).tolist()
+        logprobs = logprobs.cpu()[order].float()
+        if not logprobs.isfinite().all():
+            raise GenerationError(
+                "decode: the model's logits are not finite, so nothing can be sampled from them; look for a NaN in "
+                "the weights that were loaded or published last, or use a wider dtype"
+            )
+        each = [None] * self._count if routes is None else routes.of_rows()
+        parts = zip(tokens.cpu()[order].split(lengths), logprobs.split(lengths), ended.tolist(), each, strict=True)
+        return [Decoded(ids, values, not stopped, routes=route) for ids, values, stopped, route in parts]
 
 
 class _Routes(NamedTuple):
@@ -130,13 +196,15 @@ def _loop(
     seeds: np.ndarray,
     sampling: dict[str, Any],
     max_new_tokens: int,
-    stops: "_Stops",
+    stops: "Stops",
     context_length: int,
     recording: Recording | None,
-) -> tuple[np.ndarray, Tensor, Tensor, np.ndarray, _Routes | None]:
-    """All sampled tokens in time order: rows, ids and log-probs ``[N]``; which rows a stop token ended ``[B]``; routes.
+    given_up: np.ndarray,
+) -> Generator[None, None, tuple[np.ndarray, Tensor, Tensor, np.ndarray, _Routes | None]]:
+    """Decode; it yields after each step, and before each reads which rows ``[B]`` are given up.
 
-    Routes are None where they are not recorded.
+    It returns all sampled tokens in time order: rows, ids and log-probs ``[N]``; which rows a stop token ended ``[B]``;
+    and routes, None where they are not recorded.
     """
     unique: dict[tuple[int, ...], int] = {}
     origin = np.array([unique.setdefault(tuple(prompt), len(unique)) for prompt in prompts])
@@ -152,16 +220,13 @@ def _loop(
     positions = torch.from_numpy(lengths).to(device)
     rows, steps = np.arange(len(prompts)), []
     ended = np.zeros(len(prompts), dtype=bool)
-    given_up = GIVEN_UP.get()
     for k in range(int(budget.max())):
         if k % _AHEAD == 0:
             noise = uniforms(seeds[rows], lengths[rows] + k, min(_AHEAD, int(budget.max()) - k)).to(device)
         tokens, logprobs = draw(logits, noise[k % _AHEAD], **sampling)
         steps.append((rows, tokens, logprobs))
         stopped = stops.ended(tokens)
-        leaves = stopped | (budget[rows] == k + 1)
-        if given_up is not None and len(gone := given_up()) == len(prompts):
-            leaves |= np.asarray(gone, dtype=bool)[rows]
+        leaves = stopped | (budget[rows] == k + 1) | given_up[rows]
         if leaves.any():
             ended[rows[stopped]] = True
             stay = np.flatnonzero(~leaves)
@@ -178,6 +243,7 @@ def _loop(
         if recording is not None:
             routed.append((rows, recording.taken()))
         positions = positions + 1
+        yield
     every, tokens_of, logprobs_of = zip(*steps, strict=True)
     routes = None
     if recording is not None:
@@ -187,7 +253,7 @@ def _loop(
     return np.concatenate(every), torch.cat(tokens_of), torch.cat(logprobs_of), ended, routes
 
 
-class _Stops:
+class Stops:
     """Finds the rows that end with the token just sampled: by a stop token, or by the end of a stop text.
 
     A text is looked for in bytes, since a token may end within a character, and only where it would end within the
@@ -195,7 +261,7 @@ class _Stops:
     """
 
     def __init__(self, token_ids: Sequence[int], texts: Sequence[str], tokenizer: Any) -> None:
-        self._ids, self._tokenizer = list(token_ids), tokenizer
+        self.token_ids, self._tokenizer = list(token_ids), tokenizer
         self._texts: dict[int, list[bytes]] = {}  # by the last byte
         for text in dict.fromkeys(texts):
             whole = text.encode("utf-8", "surrogatepass")
@@ -205,7 +271,7 @@ class _Stops:
 
     def begin(self, rows: int, vocabulary: int, device: torch.device) -> None:
         self._stops = torch.zeros(vocabulary, dtype=torch.bool, device=device)
-        self._stops[torch.tensor(self._ids, dtype=torch.long, device=device)] = True
+        self._stops[torch.tensor(self.token_ids, dtype=torch.long, device=device)] = True
         self._tails = [b""] * rows  # what each row ended with, as much as a text may begin in
 
     def ended(self, tokens: Tensor) -> np.ndarray:

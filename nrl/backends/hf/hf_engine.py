@@ -1,5 +1,7 @@
 """A transformers model in one process, which decodes all of its requests at once."""
 
+import math
+import time
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -8,7 +10,7 @@ import torch
 from nrl.backends.base import Bucket, Model
 from nrl.backends.engines import Decoded, Request
 from nrl.backends.hf.cache import prepare
-from nrl.backends.hf.decoding import decode
+from nrl.backends.hf.decoding import Decoding, Stops
 from nrl.backends.hf.recording import Recording
 from nrl.backends.models import lora
 from nrl.backends.models.loading import context_length, end_tokens, load_tokenizer
@@ -18,6 +20,8 @@ from nrl.runtime.intraop import fit_threads
 from nrl.runtime.mesh.resting import rest, wake
 
 __all__ = ["HfEngine"]
+
+_SECONDS = 1.0  # that it decodes before it looks whether requests were cancelled
 
 
 class HfEngine:
@@ -36,6 +40,7 @@ class HfEngine:
         self.filling: Filling | None = None
         prepare(module)
         self._recording = Recording(module) if routes else None
+        self._batches: list[tuple[list[Request], Decoding]] = []  # the first is decoded, the others wait
 
     def rest(self) -> None:
         """Move the model off its device; see `nrl.runtime.mesh.resting.Rests`."""
@@ -46,29 +51,46 @@ class HfEngine:
         wake(self.module)
 
     def advance(self, requests: Sequence[Request], cancelled: Sequence[int]) -> Sequence[tuple[int, Decoded]]:
-        """Decode all requests together; none is left for later."""
-        found: list[tuple[int, Decoded]] = []
+        """Decode all requests that are sampled alike together, to their end; some that are cancellable, for a second.
+
+        What comes while others are decoded waits until they are done.
+        """
         for sampling in dict.fromkeys(request.sampling for request in requests):
             alike = [request for request in requests if request.sampling == sampling]
-            rows = decode(
+            decoding = Decoding(
                 self.module,
                 [cast(Sequence[int], request.prompt) for request in alike],
                 [request.seed for request in alike],
-                temperature=sampling.temperature,
-                top_k=sampling.top_k,
-                top_p=sampling.top_p,
+                sampling={name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")},
                 max_new_tokens=sampling.max_new_tokens,
-                stop_token_ids=(*self.stops, *sampling.stop_token_ids),
-                stop=sampling.stop,
-                tokenizer=self.tokenizer,
+                stops=Stops((*self.stops, *sampling.stop_token_ids), sampling.stop, self.tokenizer),
                 context_length=self.context_length,
                 recording=self._recording,
             )
+            self._batches.append((alike, decoding))
+        for alike, decoding in self._batches if cancelled else []:
+            for row, request in enumerate(alike):
+                if request.number in cancelled:
+                    decoding.give_up(row)
+        found: list[tuple[int, Decoded]] = []
+        until = time.monotonic() + _SECONDS
+        while self._batches:
+            alike, decoding = self._batches[0]
+            try:
+                rows = decoding.run(until if any(request.cancellable for request in alike) else math.inf)
+            except BaseException:
+                self._batches.clear()
+                raise
+            if rows is None:
+                break
+            self._batches.pop(0)
             found += [(request.number, row) for request, row in zip(alike, rows, strict=True)]
         return found
 
     def begin(self) -> None:
-        """Prepare for new weights."""
+        """Prepare for new weights, with which everything that is under way is decoded anew."""
+        for _, decoding in self._batches:
+            decoding.restart()
         self.filling = Filling(in_files(wholes(lora.replaced(self.module)), parts(self.module)), "receive")
 
     def add(self, bucket: Bucket) -> None:

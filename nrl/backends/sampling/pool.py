@@ -18,7 +18,7 @@ from typing import cast
 import attrs
 
 from nrl.backends.base import Bucket, Chunks, Completion, Model, Sampling
-from nrl.backends.engines import Request, SampleEngine
+from nrl.backends.engines import GIVEN_UP, Request, SampleEngine
 from nrl.backends.models.loading import load_tokenizer
 from nrl.backends.samplers import Capabilities, Inflight
 from nrl.backends.sampling.request_checks import check_prompts, warn_of_truncation
@@ -142,8 +142,14 @@ class EnginePool:
         noise = list(range(len(prompts)) if seeds is None else seeds)
         media = self.capabilities.media
         check_prompts(prompts, noise, chosen.stop_token_ids, self._vocabulary, self.context_length, media)
-        pairs = zip(prompts, noise, strict=True)
-        asked = [Awaited(Request(next(self._numbers), list(prompt), seed, chosen)) for prompt, seed in pairs]
+        given_up = GIVEN_UP.get()
+
+        def awaited(row: int, prompt: Chunks) -> Awaited:
+            number, cancellable = next(self._numbers), given_up is not None
+            request = Request(number, list(prompt), noise[row], chosen, cancellable)
+            return Awaited(request, is_given_up=lambda: given_up is not None and given_up()[row])
+
+        asked = [awaited(row, prompt) for row, prompt in enumerate(prompts)]
         with self._changed:
             if self._broken:
                 raise self._unfit()
@@ -394,7 +400,6 @@ class EnginePool:
                 for seat in self._in("receiving"):
                     seat.serve()
             self._work_where_wanted()
-
 
 class StreamingEnginePool(EnginePool):
     """A pool whose engines take on requests while they decode others; `nrl.backends.vllm.sampler` makes one."""

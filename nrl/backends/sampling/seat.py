@@ -41,6 +41,8 @@ from nrl.runtime.trace import timeline
 
 __all__ = ["Awaited", "Seat", "SeatState", "Work", "meshes"]
 
+# The completion of a request that was given up: whoever asked for other prompts in the same call still waits for all.
+_NOTHING = Completion(torch.zeros(0, dtype=torch.int64), torch.zeros(0), truncated=True, version=0)
 _PAUSE, _LONGEST = 0.05, 10.0  # seconds: of a pause that shows in the timeline, and of a bar
 
 type SeatState = Literal["starting", "serving", "receiving", "empty", "lost"]
@@ -59,6 +61,7 @@ class Awaited:
         answer: of it.
         times: how often an engine has been asked.
         deaths: how many engines died with it.
+        is_given_up: returns whether nobody waits any more, although the answer is not cancelled.
 
     >>> Awaited(Request(0, [1], 0, None)).times
     0
@@ -68,6 +71,12 @@ class Awaited:
     answer: "futures.Future[Completion]" = attrs.field(factory=futures.Future)
     times: int = 0
     deaths: int = 0
+    is_given_up: Callable[[], bool] = lambda: False
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether somebody still waits for it."""
+        return not (self.answer.cancelled() or self.is_given_up())
 
     def give(self, completion: Completion) -> None:
         """Answer it."""
@@ -251,10 +260,13 @@ class Seat:
         """What to tell each engine: what waits, if it serves; and what nobody wants any more."""
         work, new = [], self.state == "serving"
         for waiting, asked, unwanted in zip(self.waiting, self.asked, self._unwanted, strict=True):
-            gone = [number for number, each in asked.items() if each.answer.cancelled()]
+            gone = [number for number, each in asked.items() if not each.is_wanted]
             for number in gone:
-                del asked[number]
-            taken = [each for each in waiting if not each.answer.cancelled()] if new else []
+                asked.pop(number).give(_NOTHING)
+            taken = [each for each in waiting if each.is_wanted] if new else []
+            for each in waiting if new else []:
+                if not each.is_wanted:
+                    each.give(_NOTHING)
             for each in taken:
                 each.times += 1
                 asked[each.request.number] = each

@@ -9,11 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+import nrl
 from nrl import tiny
-from nrl.backends.engines import GIVEN_UP, Decoded
-from nrl.backends.hf import cache
+from nrl.backends import Sampling, hf
+from nrl.backends.engines import GIVEN_UP, Decoded, Request
+from nrl.backends.hf import cache, hf_engine
 from nrl.backends.hf.cache import ATTENTION, attend, prepare
-from nrl.backends.hf.decoding import _Stops, decode
+from nrl.backends.hf.decoding import Stops, decode
+from nrl.backends.hf.hf_engine import HfEngine
 from nrl.backends.hf.noise import draw, keep_most_probable, uniforms
 from nrl.errors import GenerationError, ModelError
 
@@ -332,7 +335,7 @@ def test_stop_texts_end_where_transformers_would_end_them() -> None:
         texts = [part for start in starts if "\ufffd" not in (part := text[start : start + draws.randint(1, 6)])]
         if not texts:
             continue
-        known, own = StopStringCriteria(tokenizer, texts), _Stops([], texts, tokenizer)
+        known, own = StopStringCriteria(tokenizer, texts), Stops([], texts, tokenizer)
         own.begin(1, len(tokenizer), torch.device("cpu"))
         last = torch.full((1, known.maximum_token_len), torch.iinfo(torch.int64).max)
         for token in ids:
@@ -346,22 +349,71 @@ def test_the_length_and_the_number_of_stop_texts_cost_next_to_nothing() -> None:
     tokenizer = tiny.bpe(["user assistant"])
     began = time.process_time()
     for texts in (["x" * 3_000_000], [f"{number} stop" for number in range(20_000)]):
-        stops = _Stops([], texts, tokenizer)
+        stops = Stops([], texts, tokenizer)
         stops.begin(8, len(tokenizer), torch.device("cpu"))
         for _ in range(50):
             assert not stops.ended(torch.arange(8)).any()
     assert time.process_time() - began < 5
 
 
-def test_rows_that_nobody_waits_for_stop_and_others_are_as_they_were(fast: Any) -> None:
-    whole = run(fast, PROMPTS, SEEDS)
+def engine_requests(count: int, first: int = 0, **fields: Any) -> list[Request]:
+    sampling = Sampling(max_new_tokens=12)
+    return [Request(first + row, PROMPTS[row], row, sampling, **fields) for row in range(count)]
+
+
+def test_a_batch_that_is_left_and_continued_has_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = HfEngine(tiny.model())
+    whole = dict(engine.advance(engine_requests(3), []))
+    monkeypatch.setattr(hf_engine, "_SECONDS", 0.0)
+    calls, found = 0, dict[int, Decoded]()
+    new: list[Request] = engine_requests(3, cancellable=True)
+    while len(found) < 3:
+        found |= dict(engine.advance(new, []))
+        new, calls = [], calls + 1
+    assert calls == max(len(row.token_ids) for row in whole.values())
+    assert [found[row].token_ids.tolist() for row in range(3)] == [whole[row].token_ids.tolist() for row in range(3)]
+
+
+def test_a_row_that_is_cancelled_stops_and_others_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = HfEngine(tiny.model())
+    whole = dict(engine.advance(engine_requests(3), []))
+    monkeypatch.setattr(hf_engine, "_SECONDS", 0.0)
+    found = dict(engine.advance(engine_requests(3, cancellable=True), []))
+    assert not found
+    found |= dict(engine.advance(engine_requests(2, first=3, cancellable=True), [1, 4]))
+    while engine._batches:
+        found |= dict(engine.advance([], []))
+    assert {number: len(found[number].token_ids) for number in (1, 4)} == {1: 2, 4: 1}
+    for number, known in ((0, 0), (2, 2), (3, 0)):
+        assert found[number].token_ids.tolist() == whole[known].token_ids.tolist()
+
+
+def test_new_weights_decode_what_is_under_way_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, other = HfEngine(tiny.model()), HfEngine(tiny.model(seed=1))
+    new = dict(other.advance(engine_requests(3), []))
+    monkeypatch.setattr(hf_engine, "_SECONDS", 0.0)
+    found = dict(engine.advance(engine_requests(3, cancellable=True), []))
+    assert not found
+    engine.begin()
+    engine.module.load_state_dict(other.module.state_dict())
+    while engine._batches:
+        found |= dict(engine.advance([], []))
+    assert [found[row].token_ids.tolist() for row in range(3)] == [new[row].token_ids.tolist() for row in range(3)]
+
+
+def test_a_sampler_forgets_what_its_caller_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf_engine, "_SECONDS", 0.0)
     steps = itertools.count()
-    token = GIVEN_UP.set(lambda: [next(steps) >= 3 * len(PROMPTS) and row % 2 == 1 for row in range(len(PROMPTS))])
-    try:
-        rows = run(fast, PROMPTS, SEEDS)
-    finally:
-        GIVEN_UP.reset(token)
-    assert [len(row.token_ids) for row in rows[1::2]] == [4] * len(rows[1::2])
+    with nrl.cluster("local") as here:
+        sampler = hf.sampler(here.reserve(1), tiny.model(), Sampling(max_new_tokens=12))
+        whole = sampler.generate(PROMPTS, seeds=SEEDS).result()
+        token = GIVEN_UP.set(lambda: [next(steps) >= 3 * len(PROMPTS) and row % 2 == 1 for row in range(len(PROMPTS))])
+        try:
+            rows = sampler.generate(PROMPTS, seeds=SEEDS).result()
+        finally:
+            GIVEN_UP.reset(token)
+        assert sampler.generate(PROMPTS, seeds=SEEDS).result()[1].token_ids.tolist() == whole[1].token_ids.tolist()
+    assert [len(row.token_ids) for row in rows[1::2]] == [0] * len(rows[1::2])
     for row, known in zip(rows[::2], whole[::2], strict=True):
         assert row.token_ids.tolist() == known.token_ids.tolist()
 
