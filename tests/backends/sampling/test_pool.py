@@ -22,7 +22,7 @@ import nrl
 from nrl import tiny
 from nrl.algos import sft_loss
 from nrl.backends import Sampling, Trainer, adamw, fsdp, hf
-from nrl.backends.engines import Decoded, Request
+from nrl.backends.engines import GIVEN_UP, Decoded, Request
 from nrl.backends.hf.hf_engine import HfEngine
 from nrl.backends.sampling import pool
 from nrl.backends.sampling.pool import StreamingEnginePool
@@ -682,6 +682,24 @@ def test_an_engine_that_dies_when_its_weights_are_consumed_gets_the_next(on_ray:
     assert sampler._seats[0].state == "empty"
     with pytest.raises(GenerationError, match="incomplete since the last receive"):
         sampler.generate([[5]])
+
+
+@pytest.mark.ray
+def test_work_on_ray_ends_when_nobody_waits_for_it(on_ray: Cluster) -> None:
+    long = Sampling(max_new_tokens=30_000, temperature=0.0)
+    model = tiny.model(max_position_embeddings=32_768)
+    mesh = on_ray.reserve(1).mesh(executable="system", name="given up")
+    sampler = hf.sampler(mesh, model, long)
+    end = time.monotonic() + 0.5
+    token = GIVEN_UP.set(lambda: [time.monotonic() > end] * 2)
+    try:
+        given_up = sampler.generate([[6], [7]])  # they repeat themselves
+    finally:
+        GIVEN_UP.reset(token)
+    assert [len(row.token_ids) for row in given_up.result(60)] == [0, 0]
+    began = time.monotonic()
+    assert len(sampler.generate([[5]], sampling=SHORT).result(60)[0].token_ids) == 1
+    assert time.monotonic() - began < 5  # 30,000 tokens take more than 20 s
 
 
 @pytest.mark.ray
