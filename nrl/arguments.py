@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple, NewType, TypeAliasType, 
 
 from nrl.errors import ArgumentError, NrlError
 
-__all__ = ["UNBOUNDED", "Unbounded", "check_argument", "checked", "described", "register_kind"]
+__all__ = ["UNBOUNDED", "Unbounded", "check_argument", "checked", "described", "register_kind", "similar_name"]
 
 UNBOUNDED = "may be infinite"
 """The metadata of a number that may be infinite."""
@@ -201,8 +201,25 @@ _ARGS, _KWARGS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 def _use(unknown: str, known: Sequence[str]) -> str:
     """The clause that names the right argument, if one is like it."""
-    close = [key for key in known if unknown in _ALIASES.get(key, ())] or get_close_matches(unknown, known, 1, 0.75)
-    return f"use {close[0]}; " if close else ""
+    close = similar_name(unknown, known)
+    return f"use {close}; " if close else ""
+
+
+def similar_name(unknown: str, known: Iterable[str], cutoff: float = 0.75) -> str:
+    """Return the name that is probably meant; empty: there is none.
+
+    Args:
+        unknown: a name that does not exist.
+        known: those that do.
+        cutoff: how similar the spelling has to be, from 0 to 1. A name of the same thing in another library counts as
+            equal.
+
+    >>> similar_name("learning_rate", ["lr", "eps"]), similar_name("epss", ["lr", "eps"]), similar_name("x", ["lr"])
+    ('lr', 'eps', '')
+    """
+    names = list(known)
+    close = [key for key in names if key == unknown] or [key for key in names if unknown in _ALIASES.get(key, ())]
+    return [*close, *get_close_matches(unknown, names, 1, cutoff), ""][0]
 
 
 def check_argument(caller: str, name: str, value: Any, kind: Any) -> None:
@@ -222,7 +239,19 @@ def check_argument(caller: str, name: str, value: Any, kind: Any) -> None:
     nrl.errors.ArgumentError: batched: n is 2.5; give a whole number
     """
     if not _fits(value, kind):
-        raise ArgumentError(f"{caller}: {name} is {described(value)}; {_remedy(kind, value)}", name)
+        place, wrong = _first_wrong(value, kind)
+        raise ArgumentError(f"{caller}: {name}{place} is {described(wrong[0])}; {_remedy(wrong[1], wrong[0])}", name)
+
+
+def _first_wrong(value: Any, kind: Any) -> tuple[str, tuple[Any, Any]]:
+    """The place of the entry that does not fit, with the entry and its kind; of what has no entries, itself."""
+    origin, kinds = get_origin(_bare(kind)), get_args(_bare(kind))
+    alike = origin in (list, Sequence) or (origin is tuple and kinds[-1] is ...)
+    if alike and isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        for place, entry in enumerate(value[:_MOST]):
+            if not _fits(entry, kinds[0]):
+                return f"[{place}]", (entry, kinds[0])
+    return "", (value, kind)
 
 
 _UNIONS = (Union, UnionType)

@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import numpy as np
@@ -27,6 +27,7 @@ from nrl.errors import (
     DataError,
     EnvError,
     LossResultError,
+    MissingColumn,
     MissingOutput,
     NoGradient,
     NotFinite,
@@ -143,6 +144,7 @@ RECORDS: list[tuple[Mistake, str, str]] = [
     (lambda made: nrl.Sampling(temprature=1.0), "temprature", "use temperature"),
     (lambda made: nrl.Sampling(temperature=1e-300), "temperature", "give 0, which is greedy, or a number from 0.001"),
     (lambda made: nrl.Sampling(temperature=-1.0), "temperature", "'temperature' must be >= 0: -1.0"),
+    (lambda made: nrl.Sampling(top_k=-1), "top_k", "top_k is -1; give 0 for all tokens"),
     (lambda made: nrl.Sampling(top_p=1.5), "top_p", "'top_p' must be <= 1: 1.5"),
     (lambda made: nrl.Sampling(stop=5), "stop", "give a text or several entries, each a text"),
     (lambda made: Model("x", torch_dtype=torch.bfloat16), "torch_dtype", "use dtype"),
@@ -152,12 +154,19 @@ RECORDS: list[tuple[Mistake, str, str]] = [
     (lambda made: Model(None), "source", "give a folder, a name on the Hugging Face hub"),
     (lambda made: adamw(learning_rate=1e-3), "learning_rate", "use lr"),
     (lambda made: adamw(1e-3, max_grad_norm=1.0), "max_grad_norm", "use clip"),
+    (lambda made: adamw(1e-3, schedule="linear"), "schedule", "give Schedule('linear', steps=1000)"),
+    (lambda made: adamw(1e-3, schedule=torch.optim.lr_scheduler.LambdaLR), "schedule", "schedule(0) is the error"),
+    (
+        lambda made: adamw(1e-3, schedule=cast(Any, lambda step: "fast")),
+        "schedule",
+        "schedule(0) is 'fast'; give a function",
+    ),
     (lambda made: adamw(), "lr", "is missing; give a finite number"),
     (lambda made: adamw(lr=math.inf), "lr", "is inf; give a finite number"),
     (lambda made: adamw(lr=-1.0), "lr", "'lr' must be >= 0: -1.0"),
     (lambda made: adamw(made.hf_model.parameters(), lr=1e-3), "lr", "is a generator; give a finite number"),
     (lambda made: adamw(1e-3, betas=0.9), "betas", "give (a finite number, a finite number)"),
-    (lambda made: adamw(1e-3, schedule="cosine"), "schedule", "give a Schedule or a function or None"),
+    (lambda made: adamw(1e-3, schedule="cosine"), "schedule", "give Schedule('cosine', steps=1000)"),
     (lambda made: adamw(1e-3, groups=["embed"]), "groups", "several entries, each a Group"),
     (lambda made: sgd(1e-3, momentum=math.nan), "momentum", "give a finite number"),
     (lambda made: muon(1e-3, scale="spectral"), "scale", "give 'match_rms_adamw' or 'original'"),
@@ -230,12 +239,20 @@ STEPS: list[tuple[Mistake, str, str]] = [
     (lambda made: algos.policy_loss("clip"), "surrogate", "such as clip(0.2)"),
     (lambda made: algos.policy_loss(algos.clip(0.2), aggregate="mean"), "aggregate", "such as token_mean"),
     (lambda made: algos.policy_loss(algos.clip(0.2), penalty=0.1), "penalty", "such as kl(k2, 0.1)"),
+    (lambda made: algos.policy_loss(algos.clip), "surrogate", "which makes one; call it, such as clip(0.2)"),
+    (lambda made: algos.policy_loss(algos.clip(0.2), correction=algos.truncate), "correction", "call it, such as tru"),
+    (lambda made: algos.policy_loss(algos.clip(0.2), penalty=algos.kl), "penalty", "call it, such as kl(k2, 0.1)"),
+    (lambda made: algos.policy_loss(algos.clip(0.2), aggregate=algos.seq_sum), "aggregate", "which makes one"),
+    (lambda made: algos.from_logits(5), "fn", "give a function fn(logits, *columns)"),
+    (lambda made: algos.from_logits(len, 5), "columns", "5 is not the name of a column"),
+    (lambda made: algos.from_logits(len, k=0), "k", "it must be at least 1"),
     (lambda made: algos.clip("0.2"), "low", "without quotes"),
     (lambda made: algos.clip(-0.2), "low", "it must be at least 0"),
     (lambda made: algos.kl(0.1, algos.k3), "estimator", "give a function"),
     (lambda made: nrl.assign({"a": torch.ones(2)}, rewards=torch.ones(2)), "batch", "give a batch"),
     (lambda made: nrl.assign(made.batch, torch.ones(4)), "", "give the others by name"),
     (lambda made: nrl.concatenate(made.batch), "batches", "give several entries, each a batch"),
+    (lambda made: nrl.concatenate([made.batch, 3]), "batches", "batches[1] is 3; give a batch"),
     (lambda made: nrl.minibatches(made.batch, "2", 0), "n", "give a whole number"),
     (lambda made: nrl.shard(made.batch, 2.0), "n", "is 2.0; give 2, a whole number"),
     (lambda made: made.cluster.reserve("2"), "n", "give a whole number"),
@@ -254,6 +271,8 @@ def test_an_argument_is_checked_where_it_is_given(mistake: Mistake, argument: st
 
 MENDED = 'end with `return token_mean(x, batch["loss_mask"]), {}`'
 OTHERS: list[tuple[Mistake, type[NrlError], str]] = [
+    (trained(torch.nn.functional.cross_entropy), LossResultError, "cross_entropy: a function of torch got all outputs"),
+    (trained(lambda batch, out: out["logprobs"].mean()), MissingColumn, "a loss is called with (out, batch), in this"),
     (trained(lambda out, batch: out["logprobs"].mean()), LossResultError, "returned a scalar, which is summed or"),
     (trained(lambda out, batch: out["logprobs"].mean()), LossResultError, MENDED),
     (trained(lambda out, batch: (out["logprobs"].mean(), {})), LossResultError, "returned a scalar"),

@@ -234,8 +234,7 @@ def from_logits(
         The name, for `needs` and for ``out``: a string with the function inside.
 
     Raises:
-        TypeError: ``fn`` is not callable, or a column is not a name.
-        ValueError: k is less than 1.
+        ArgumentError: ``fn`` is not callable, a column is not a name, or k is less than 1.
 
     >>> from nrl.algos import token_mean
     >>> def log_normalizer(logits):
@@ -248,11 +247,12 @@ def from_logits(
     ['from_logits(log_normalizer)']
     """
     if not callable(fn):
-        raise TypeError(f"from_logits: fn is {fn!r}; give a function fn(logits, *columns) -> Tensor")
+        raise ArgumentError(f"from_logits: fn is {fn!r}; give a function fn(logits, *columns) -> Tensor", "fn")
     if strange := [column for column in columns if not isinstance(column, str)]:
-        raise TypeError(f"from_logits: {strange[0]!r} is not the name of a column; give names, such as 'input_ids'")
+        message = f"from_logits: {strange[0]!r} is not the name of a column; give names, such as 'input_ids'"
+        raise ArgumentError(message, "columns")
     if k is not None and k < 1:
-        raise ValueError(f"from_logits: k is {k}; it must be at least 1, or None for one number a token")
+        raise ArgumentError(f"from_logits: k is {k}; it must be at least 1, or None for one number a token", "k")
     return LogitsOutput(f"from_logits({name or name_of(fn)})", fn, columns, k)
 
 

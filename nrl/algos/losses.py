@@ -1,6 +1,7 @@
 """Policy-gradient losses: `policy_loss` composes the parts in the other modules; the rest are compositions."""
 
 import math
+from collections.abc import Callable
 
 from tensordict import TensorDict
 from torch import Tensor
@@ -53,6 +54,8 @@ _EXAMPLES = {
     "aggregate": "token_mean",
 }
 """What the parts of `policy_loss` may be, for errors."""
+_MADE = (Surrogate, Ratio, Penalty, Correction, Selection, Callable[..., Mean])
+"""What functions that make a part, such as `clip`, are annotated to return."""
 
 
 def policy_loss(
@@ -100,6 +103,10 @@ def policy_loss(
     """
     parts = {"surrogate": surrogate, "ratio": ratio, "penalty": penalty, "correction": correction, "keep": keep}
     for part, value in (parts | {"aggregate": aggregate}).items():
+        if getattr(value, "__annotations__", {}).get("return") in _MADE:
+            raise ArgumentError(
+                f"policy_loss: {part} is {described(value)}, which makes one; call it, such as {_EXAMPLES[part]}", part
+            )
         if value is not None and not callable(value):
             raise ArgumentError(
                 f"policy_loss: {part} is {described(value)}; it is a function, such as {_EXAMPLES[part]}", part

@@ -227,6 +227,11 @@ def _in_range(sampling: "Sampling", attribute: "attrs.Attribute[Any]", value: fl
         )
 
 
+def _not_negative(sampling: "Sampling", attribute: "attrs.Attribute[Any]", value: int) -> None:
+    if value < 0:
+        raise ArgumentError(f"Sampling: top_k is {value}; give 0 for all tokens, or how many to keep", "top_k")
+
+
 def _ids(value: int | Iterable[int]) -> tuple[int, ...]:
     return (value,) if isinstance(value, int) else tuple(value)
 
@@ -257,7 +262,7 @@ class Sampling:
     """
 
     temperature: float = attrs.field(default=1.0, validator=[attrs.validators.ge(0), _in_range])
-    top_k: int = attrs.field(default=0, validator=attrs.validators.ge(0))
+    top_k: int = attrs.field(default=0, validator=_not_negative)
     top_p: float = attrs.field(default=1.0, validator=[attrs.validators.gt(0), attrs.validators.le(1)])
     max_new_tokens: int = attrs.field(default=256, validator=attrs.validators.ge(1))
     stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=_ids)

@@ -1,11 +1,11 @@
 """Layers of a configuration: files as mappings, one laid over the other, and problems told with their places."""
 
-import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nrl.arguments import similar_name
 from nrl.config._typed import Unknown, found
 from nrl.config._usage import keys
 from nrl.config._yaml import Problems, Word, mapping, parse
@@ -67,11 +67,13 @@ def explain(cls: type, path: tuple[Any, ...], text: str, layers: Sequence[Layer]
     dotted = ".".join(map(str, path))
     if isinstance(text, Unknown):
         *above, last = map(str, path)
-        near = [".".join([*above, key]) for key in difflib.get_close_matches(last, text.siblings, 1)]
-        if not near:  # it may belong to another section
+        near = similar_name(last, text.siblings, 0.6)
+        if near:
+            near = ".".join([*above, near])
+        else:  # it may belong to another section
             elsewhere = {key.rpartition(".")[2]: key for key, _, _ in keys(cls)}
-            near = [elsewhere[key] for key in difflib.get_close_matches(last, elsewhere, 1)]
-        hint = f"did you mean '{near[0]}'?" if near else f"the keys here are {', '.join(text.siblings)}"
+            near = elsewhere.get(similar_name(last, elsewhere, 0.6), "")
+        hint = f"did you mean '{near}'?" if near else f"the keys here are {', '.join(text.siblings)}"
         text = f"{text}; {hint}"
     origin = next(filter(None, (_origin(path, layer) for layer in reversed(layers))), "")
     return f"{dotted}: {text}{origin}" if dotted else text

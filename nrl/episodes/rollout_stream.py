@@ -192,13 +192,16 @@ def _stream(given: _Rolled, schedule: Schedule) -> Source[Batch]:
                 )
 
     def restore(state: Mapping[str, Any]) -> None:
+        nonlocal num_rewards
         at.end()
         tasks.restore(state["tasks"])
         at.drawn, at.begun = int(state["groups"]), list(state.get("begun", ()))
+        num_rewards = state.get("num_rewards")
 
     def state() -> dict[str, Any]:
         begun = {"begun": list(at.begun)} if at.begun else {}
-        return {"tasks": tasks.state(), "groups": at.drawn} | begun
+        known = {} if num_rewards is None else {"num_rewards": num_rewards}
+        return {"tasks": tasks.state(), "groups": at.drawn} | begun | known
 
     def mark() -> Callable[[], None]:
         before = state()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import attrs
+from torch import Tensor
 
 from nrl import checkpoint, config
 from nrl.arguments import check_argument, described
@@ -22,10 +23,10 @@ from nrl.backends import Trainer
 from nrl.batch import Batch
 from nrl.checkpoint import Checkpoints
 from nrl.episodes.rollout_stream import end_all
-from nrl.errors import CheckpointError, ConfigError
+from nrl.errors import ArgumentError, CheckpointError, ConfigError
 from nrl.files import Folder
 from nrl.log import Progress, Sink, duration, open_sinks, redacted
-from nrl.reduce import Metrics, finalize, merge
+from nrl.reduce import Metrics, Reduced, finalize, merge
 from nrl.runs import config_file, folder
 from nrl.runs.loops import Given, Loop, LoopFiles, RunningStep, collector_spared, how_to_go_on
 from nrl.runs.on_its_way import OnItsWay
@@ -81,6 +82,7 @@ class Run:
             The values, in order; a single one without a tuple.
 
         Raises:
+            ArgumentError: a value is given by its place.
             CheckpointError: every checkpoint is damaged, or they hold other names; or a process of a trainer does not
                 share the folder with the program; or ``checkpoints.to`` has changed.
             ConfigError: ``checkpoints.to`` holds another run's.
@@ -104,6 +106,12 @@ class Run:
         done in ...
         20
         """
+        if not isinstance(loop, str):
+            raise ArgumentError(
+                f"run.restore: {described(loop)} was given by its place; give it by the name that run.save uses, such "
+                "as run.restore(state=trainer)",
+                "loop",
+            )
         self._on_its_way.wait()
         known = self._loop(loop)
         known.names = frozenset(named)
@@ -180,7 +188,10 @@ class Run:
 
     @timeline.span("log")
     def log(
-        self, step: int, *metrics: Metrics | Future[Metrics], samples: Mapping[str, Any] | None = None
+        self,
+        step: int,
+        *metrics: Mapping[str, Reduced | float | Tensor] | Future[Metrics],
+        samples: Mapping[str, Any] | None = None,
     ) -> dict[str, float]:
         """Write one line: the metrics and the times of the step.
 
@@ -191,13 +202,15 @@ class Run:
 
         Args:
             step: from `steps`.
-            *metrics: several are merged; futures are waited for.
+            *metrics: several are merged; futures are waited for. A plain number, or a scalar tensor, stands for itself.
             samples: from `nrl.samples`; a line of ``rollouts.jsonl``, which the report shows.
 
         Returns:
             The numbers of the line.
 
         Raises:
+            ArgumentError: a metric is neither a reduction, such as a `Mean`, nor a number; or one is a number and given
+                twice.
             ConfigError: no loop over `steps` is running, or the step has been saved already.
             OSError: the disk is full.
         """
@@ -208,10 +221,28 @@ class Run:
                 "when the run goes on from that checkpoint; save last in a step"
             )
         merged: Metrics = {}
+        plain: dict[str, float] = {}
         for some in metrics:
-            merged = merge(merged, some if isinstance(some, dict) else some.result())
+            if not (isinstance(some, Mapping) or hasattr(some, "result")):
+                raise ArgumentError(
+                    f"run.log: metrics is {described(some)}; give a mapping from names to reductions or numbers, such "
+                    "as what a train step returns, or {'reward': 1.0}",
+                    "metrics",
+                )
+            values: Mapping[str, Any] = some if isinstance(some, Mapping) else some.result()
+            shapes = {key: getattr(value, "shape", None) for key, value in values.items()}  # a scalar tensor has ()
+            own = {
+                key: float(value)
+                for key, value in values.items()
+                if isinstance(value, int | float) or shapes[key] == ()
+            }
+            if twice := sorted(own.keys() & (plain.keys() | merged.keys())):
+                raise ArgumentError(f"run.log: the metric '{twice[0]}' is given twice; give a number once", "metrics")
+            merged = merge(merged, {key: value for key, value in values.items() if key not in own})
+            plain |= own
         now, running = time.perf_counter(), loop.step
-        numbers = {"step": step, "loss": float("nan"), "grad_norm": float("nan")} | finalize(merged | measured.taken())
+        numbers = {"step": step, "loss": float("nan"), "grad_norm": float("nan")}
+        numbers |= plain | finalize(merged | measured.taken())
         numbers["tokens_per_second"] = numbers.get("tokens", 0.0) / max(now - running.asked, 1e-9)
         numbers["time/rollout"] = running.pulled - running.asked
         numbers["time/train"] = now - running.pulled

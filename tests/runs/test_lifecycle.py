@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -15,7 +16,7 @@ import nrl
 import nrl.config
 from nrl import checkpoint
 from nrl.checkpoint import Checkpoints
-from nrl.errors import CheckpointError, ConfigError
+from nrl.errors import ArgumentError, CheckpointError, ConfigError
 from nrl.reduce import Max, Metrics, Sum
 from nrl.runs import run
 from nrl.runtime import done
@@ -92,6 +93,29 @@ def test_a_line_has_all_metrics_and_what_it_took(tmp_path: Path) -> None:
     assert line["time/train"] >= 0
     assert line["time/rollout"] + line["time/train"] == pytest.approx(line["time/total"])
     assert line["tokens_per_second"] == pytest.approx(50 / line["time/total"])
+
+
+def test_a_metric_may_be_a_plain_number(tmp_path: Path) -> None:
+    with run(Config(out=tmp_path, steps=1)) as entered:
+        for i, _ in entered.steps(batches()):
+            entered.log(i, {"a": 1, "b": 2.5, "c": torch.tensor(3.0), "loss": mean(0.5)}, {"d": float("nan")})
+            with pytest.raises(ArgumentError, match="run.log: the metric 'a' is given twice") as raised:
+                entered.log(i, {"a": 1.0}, {"a": 2.0})
+            assert raised.value.argument == "metrics"
+            with pytest.raises(ArgumentError, match=r"run.log: metrics is 1.0; give a mapping from names to"):
+                entered.log(i, 1.0)  # type: ignore[arg-type]
+            with pytest.raises(ArgumentError, match="metric 'e' is a str"):
+                entered.log(i, {"e": "text"})  # type: ignore[dict-item]
+    (line,) = lines(tmp_path / "metrics.jsonl")
+    assert [line[name] for name in ("a", "b", "c", "d", "loss")] == [1.0, 2.5, 3.0, None, 0.5]
+
+
+def test_what_is_restored_has_a_name(tmp_path: Path) -> None:
+    with run(Config(out=tmp_path)) as entered:
+        loop: Any = counting()
+        with pytest.raises(ArgumentError, match=r"give it by the name that run.save uses") as raised:
+            entered.restore(loop)
+        assert raised.value.argument == "loop"
 
 
 def test_a_step_that_publishes_says_what_it_took(tmp_path: Path) -> None:

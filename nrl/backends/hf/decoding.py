@@ -270,6 +270,7 @@ class Stops:
         self._bytes = functools.cache(_token_bytes(tokenizer)) if texts else None
 
     def begin(self, rows: int, vocabulary: int, device: torch.device) -> None:
+        """Start with so many rows, none of which has ended."""
         self._stops = torch.zeros(vocabulary, dtype=torch.bool, device=device)
         self._stops[torch.tensor(self.token_ids, dtype=torch.long, device=device)] = True
         self._tails = [b""] * rows  # what each row ended with, as much as a text may begin in

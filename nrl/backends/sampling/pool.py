@@ -401,6 +401,7 @@ class EnginePool:
                     seat.serve()
             self._work_where_wanted()
 
+
 class StreamingEnginePool(EnginePool):
     """A pool whose engines take on requests while they decode others; `nrl.backends.vllm.sampler` makes one."""
 

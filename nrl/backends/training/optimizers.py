@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import attrs
 
-from nrl.arguments import Unbounded, checked, register_kind
+from nrl.arguments import Unbounded, checked, described, register_kind
 from nrl.backends.training.rates import Schedule, fraction
 from nrl.errors import ArgumentError
 
@@ -87,6 +87,8 @@ class Optimizer:
     make: Callable[[Any], Any] | None = None
 
     def __attrs_post_init__(self) -> None:
+        if not isinstance(self.schedule, Schedule):
+            _check_schedule(self.schedule)
         reads = {
             "adamw": ("moments",),
             "sgd": ("momentum", "nesterov"),
@@ -112,6 +114,22 @@ class Optimizer:
         for group in self.groups:
             if not group.muon and self.kind != "muon":
                 raise ArgumentError(f"Optimizer: {group} keeps Muon away; found '{self.kind}', which has none")
+
+
+def _check_schedule(schedule: Callable[[int], float]) -> None:
+    """Call one's own schedule once: a scheduler of torch, for one, is a class that takes an optimizer."""
+    try:
+        found = schedule(0)
+        wrong = "" if isinstance(found, int | float) or getattr(found, "shape", None) == () else described(found)
+    except (TypeError, AttributeError) as error:
+        found, wrong = None, f"the error {error}"
+    if wrong or isinstance(found, bool):
+        raise ArgumentError(
+            f"Optimizer: schedule(0) is {wrong or described(found)}; give a function of the optimizer step, which "
+            "counts from 0, that returns a multiple of lr, such as lambda step: 0.99**step, or a Schedule such as "
+            "Schedule('cosine', steps=1000)",
+            "schedule",
+        )
 
 
 def _instead_of_optimizer(value: Any) -> str:

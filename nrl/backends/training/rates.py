@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import attrs
 
-from nrl.arguments import checked
+from nrl.arguments import checked, register_kind
 from nrl.errors import ArgumentError
 
 __all__ = ["Schedule", "fraction"]
@@ -86,6 +86,14 @@ class Schedule:
                 f"Schedule: wsd needs a decay of 1 to {self.steps - self.warmup_steps} steps, which is steps - warmup; "
                 f"found decay={self.decay}" + (f", {self.decay_steps} steps" if 0 < self.decay < 1 else "")
             )
+
+
+def _instead_of_schedule(value: Any) -> str:
+    kind = value if value in ("linear", "cosine", "wsd") else "cosine"
+    return f"give Schedule('{kind}', steps=1000), or a function of the optimizer step"
+
+
+register_kind(Schedule, _instead_of_schedule)
 
 
 def fraction(schedule: Schedule, step: int) -> float:

@@ -232,6 +232,12 @@ def called(loss: Loss, batch: Batch, outputs: Mapping[str, Tensor]) -> dict[str,
     except MissingColumn:
         raise
     except TypeError as error:
+        if "on types that implement __torch_function__" in str(error) and "TensorDict" in str(error):
+            raise LossResultError(
+                f"{name}: a function of torch got all outputs, or the whole batch, in place of a tensor. A loss is "
+                "def loss(out, batch), which reads out['logprobs'], [B, T], and columns such as batch['loss_mask'], "
+                f"and ends with `{_RETURN}`"
+            ) from error
         if str(error) != "'TensorDict' object is not callable":
             raise
         raise LossResultError(
@@ -257,6 +263,8 @@ def called(loss: Loss, batch: Batch, outputs: Mapping[str, Tensor]) -> dict[str,
             ) from error
         known = COLUMNS.get(missing[1])
         hint = known.hint if known else f"Add it with assign(batch, {missing[1]}=...)."
+        if missing[1] in out.keys():
+            hint = f"'{missing[1]}' is an output of the model: a loss is called with (out, batch), in this order."
         raise MissingColumn(name, missing[1], sorted(map(str, batch.keys())), hint) from error
     return terms
 
