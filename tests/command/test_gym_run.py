@@ -515,11 +515,19 @@ def test_an_environment_elsewhere_that_refuses_the_token(folder: Path, capfd: py
 
 def test_replicas_elsewhere_are_one_environment(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     seen = list[Any]()
+    together = threading.Barrier(2)  # a call that ends before the other begins could go to the same replica
+
+    def pays(reward: float) -> Any:
+        def verifier(task: Any, trace: Trace) -> float:
+            together.wait(60)
+            return reward
+
+        return verifier
 
     async def both(verify: Any) -> Any:
         return await asyncio.gather(verify({}, Trace("", ["x"])), verify({}, Trace("", ["x"])))
 
-    with nrl.serve(lambda task, trace: 1.0, token="abc") as a, nrl.serve(lambda task, trace: 2.0, token="abc") as b:
+    with nrl.serve(pays(1.0), token="abc") as a, nrl.serve(pays(2.0), token="abc") as b:
 
         def drive(place: Place) -> None:
             assert [the(place, "far", number)["url"] for number in (0, 1)] == [a.url, b.url]

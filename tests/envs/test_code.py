@@ -238,7 +238,7 @@ def test_hostile_answers_get_nothing_where_programs_print(program: str) -> None:
 
 def test_one_test_that_ends_the_program_is_one_test() -> None:
     program = "import os, time\ndef f(x):\n    if x == 1: os._exit(0)\n    if x == 2: time.sleep(60)\n    return x"
-    assert share(program, [f"assert f({x}) == {x}" for x in (0, 1, 2, 3)], limits=Limits(seconds=1)) == 0.5
+    assert share(program, [f"assert f({x}) == {x}" for x in (0, 1, 2, 3)], limits=Limits(seconds=4)) == 0.5
 
 
 def test_a_test_that_catches_everything_does_not_pass_a_program_that_ended() -> None:
