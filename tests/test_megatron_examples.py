@@ -46,6 +46,28 @@ def test_sft_on_gsm8k_in_a_pipeline(on_ray: Cluster, tmp_path: Path) -> None:
     assert found[-1]["eval/loss"] < found[0]["loss"] - 1  # nats
 
 
+def test_a_run_goes_on_in_another_layout_and_on_the_other_trainer(on_ray: Cluster, tmp_path: Path) -> None:
+    """Two steps each with tensors split, in a pipeline, and on fsdp: as on fsdp alone, to rounding."""
+    rows = read_jsonl(GSM8K)
+    tokenizer = tiny.bpe((text for row in rows for text in (row["question"], row["answer"])), vocab_size=512)
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    tiny.save(tiny.model(tokenizer=tokenizer, initializer_range=0.02, **sizes), tmp_path / "model")
+    cfg = attrs.evolve(
+        sft.Config(), model=str(tmp_path / "model"), data=str(GSM8K), eval_data=None, format="gsm8k", steps=6,
+        rows=8, max_length=512, optimizer=adamw(lr=1e-3, eps=1e-3), cluster="ray",
+        checkpoints=Checkpoints(every=1),
+    )  # fmt: skip
+    sft.main(attrs.evolve(cfg, out=str(tmp_path / "whole")))
+    moved = attrs.evolve(cfg, out=str(tmp_path / "moved"))
+    sft.main(attrs.evolve(moved, steps=2, trainer="megatron", layout=Layout(tp=2)))
+    sft.main(attrs.evolve(moved, steps=4, trainer="megatron", layout=Layout(pp=2)))
+    sft.main(attrs.evolve(moved, steps=6))
+    whole, found = lines(tmp_path / "whole" / "metrics.jsonl"), lines(tmp_path / "moved" / "metrics.jsonl")
+    assert [each["step"] for each in found] == list(range(6))
+    for name in ("loss", "grad_norm"):
+        assert [each[name] for each in found] == pytest.approx([each[name] for each in whole], rel=1e-4)
+
+
 def test_ppo_with_both_models_goes_on_after_it_was_killed(tmp_path: Path) -> None:
     """In the middle of a step, twice; the numbers are those of a run that was left alone."""
     cfg = attrs.evolve(ppo.Config(), cluster="ray", trainer="megatron", layout=Layout(tp=2), warmup=5, prompts=32)
