@@ -159,8 +159,21 @@ _AND = re.compile(
     r"\s*(?:,\s*)?(?:\\text ?\{ ?,? ?(?:and|or) ?\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|\\(?:lor|vee)(?![A-Za-z]))\s*"
 )
 _RELATIONS = {
-    "=": "=", "<": "<", ">": ">", r"\le": "<=", r"\ge": ">=", r"\lt": "<", r"\gt": ">", r"\ne": "!=", "!=": "!=",
-    "<=": "<=", ">=": ">=", r"\leqslant": "<=", r"\geqslant": ">=", r"\equiv": "=", "==": "=",
+    "=": "=",
+    "<": "<",
+    ">": ">",
+    r"\le": "<=",
+    r"\ge": ">=",
+    r"\lt": "<",
+    r"\gt": ">",
+    r"\ne": "!=",
+    "!=": "!=",
+    "<=": "<=",
+    ">=": ">=",
+    r"\leqslant": "<=",
+    r"\geqslant": ">=",
+    r"\equiv": "=",
+    "==": "=",
 }
 _SIGN = re.compile(r"<=|>=|!=|==|=|<|>|\\(?:le|ge|lt|gt|ne|leqslant|geqslant)(?![A-Za-z])")
 _FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
@@ -184,7 +197,20 @@ _EMPTY = frozenset(("empty set", "the empty set", "null set", "no solution", "no
 _ALL = frozenset(
     ("all real numbers", "all reals", "real numbers", "the real numbers", "all real values", "all real number")
 )
-_MONTHS = ["january", "february", "march", "april", "may", "june", "july", "august", "september", "october", "november", "december"]
+_MONTHS = [
+    "january",
+    "february",
+    "march",
+    "april",
+    "may",
+    "june",
+    "july",
+    "august",
+    "september",
+    "october",
+    "november",
+    "december",
+]
 
 
 def read(text: str) -> Answer:

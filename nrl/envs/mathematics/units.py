@@ -43,7 +43,9 @@ _SAME = {
     "km/h": "kph kmph",
 }
 _UNITS = {word: unit for unit, words in _SAME.items() for word in words.split()}
-_LETTERS_ALONE = frozenset(["cm", "mm", "km", "ft", "kg", "mg", "lb", "lbs", "min", "hr", "hrs", "mph", "ml", "mL", "oz", "sec"])  # without a text around
+_LETTERS_ALONE = frozenset(
+    ["cm", "mm", "km", "ft", "kg", "mg", "lb", "lbs", "min", "hr", "hrs", "mph", "ml", "mL", "oz", "sec"]
+)  # without a text around
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 _TEXT = r"\\(?:text|textbf|textit|textrm|mathrm|mbox|rm) ?\{[^{}]*\}"
 _POWER = r"(?:\^(?:\{-?[0-9]\}|[0-9]))?"

@@ -26,6 +26,10 @@ from nrl.runtime.executables.registry import Executable, check_has
 __all__ = ["math_verifier"]
 
 _KEPT = 4096  # outcomes: a group's answers are often the same
+_REMEDY = (
+    "give a number, an expression in LaTeX or plain notation, words, or a solution that ends in '#### 42' or "
+    "'\\boxed{42}'"
+)
 _START = 60.0  # seconds of a call in which a worker imports math-verify
 
 
@@ -101,7 +105,7 @@ def math_verifier(
         right = answer_of("math_verifier", task)
         reference, why = _reference(right), ""
         if reference is None or (why := await fault_of(reference)):
-            raise EnvError(f"math_verifier: {_fault(right, why or _empty(right))}")
+            raise EnvError(f"math_verifier: {_fault(right, why or _empty(right))}; {_REMEDY}")
         span = answer_span(trace.text)
         answer = None if span is None else tidy(span)
         if answer is None:
@@ -119,7 +123,7 @@ def math_verifier(
         if outcome is None:
             outcome, why = await ask(reference, (answer, timeout))
             if outcome is None:
-                raise EnvError(f"math_verifier: {_fault(right, why)}")
+                raise EnvError(f"math_verifier: {_fault(right, why)}; {_REMEDY}")
             if outcome != "starved":
                 _keep(outcomes, (reference, answer), outcome)
         match outcome:
@@ -164,7 +168,4 @@ def _empty(answer: object) -> str:
 
 def _fault(answer: object, why: str) -> str:
     told = str(answer) if len(str(answer)) < 200 else "..." + str(answer)[-200:]
-    return (
-        f"task['answer'] is {told!r}, {why}; give a number, an expression in LaTeX or plain notation, words, or a "
-        "solution that ends in '#### 42' or '\\boxed{42}'"
-    )
+    return f"task['answer'] is {told!r}, {why}"
