@@ -169,7 +169,7 @@ def tasks(
     if not kept:
         that = " that the format keeps" if unused else ""
         raise DataError(f"tasks: {table.name} has no rows{that}; give at least one")
-    faulty = _leave_out(
+    faults = _leave_out(
         kept, check, table.name, lambda index: (made(table.rows[index], table.place(index)), table.place(index))
     )
     which = np.frombuffer(kept, dtype=np.int64).reshape(-1, 2)
@@ -185,7 +185,7 @@ def tasks(
 
     dropped = {"format": unused} if format is not None else {}
     dropped |= {"max_tokens": long} if max_tokens is not None else {}
-    dropped |= {"check": faulty} if check is not None else {}
+    dropped |= {"check": faults} if check is not None else {}
     return Tasks(*counting(at, name="data.tasks")[:3], (table.name,), len(which), dropped)
 
 

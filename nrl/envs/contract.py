@@ -308,7 +308,7 @@ class Environment(NamedTuple):
     verifier: Verifier | None = None
     timeout: float | Callable[[Task], float | None] | None = TIMEOUT
     tasks: Callable[[int, int], Task] | None = None
-    check_task: Callable[[Task], str | None | Awaitable[str | None]] | None = None
+    check_task: Callable[[Task], str | Awaitable[str | None] | None] | None = None
 
 
 def text_of(prompt: Any) -> str:

@@ -14,7 +14,7 @@ from nrl.errors import EnvError
 
 __all__ = ["TaskCheck", "faults_of", "report", "task_check"]
 
-type TaskCheck = Callable[[Task], str | None | Awaitable[str | None]]
+type TaskCheck = Callable[[Task], str | Awaitable[str | None] | None]
 """``task -> why no answer to it can be right``; None: some answer can."""
 
 _TOGETHER = 1000  # tasks that are checked at a time

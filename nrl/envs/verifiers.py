@@ -146,8 +146,8 @@ def number(task: Task, trace: Trace) -> Score:
     expected = _expected(answer)
     if expected is None:
         raise EnvError(
-            f"number: {_no_number(answer)}; give a number, or a solution that ends in '#### 42'; or let every response to "
-            "it count as wrong, by number_or_wrong"
+            f"number: {_no_number(answer)}; give a number, or a solution that ends in '#### 42'; or let every response "
+            "to it count as wrong, by number_or_wrong"
         )
     return _score(trace, expected)
 

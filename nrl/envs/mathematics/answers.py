@@ -152,7 +152,7 @@ _RAISED = re.compile(f"[{''.join(_POWERS)}]+")
 _DOTS = re.compile(r"\.{3,}|…")
 _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|\{([^{}]*)\}|([0-9.]+|[A-Za-z]))")
 _DROPPED = re.compile(
-    r"(?<!\\)\$|\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits|quad|qquad)(?![A-Za-z])|\\[,!;:>]"
+    r"(?<!\\)\$|\\(?:left|right|therefore|[bB]igg?[lr]?|displaystyle|textstyle|limits|quad|qquad)(?![A-Za-z])|\\[,!;:>]"
     r"|(?<!\\)~|\\(?=\$)|\\[()]"
 )
 _SAME = re.compile(r"\\(?:dfrac|tfrac|cfrac)(?![A-Za-z])|\\(?:leq|geq|neq|lbrace|rbrace)(?![A-Za-z])")
@@ -189,6 +189,8 @@ def tidy(answer: str) -> str | None:
     >>> tidy(r"\dfrac{1}{2} \,x"), tidy("0.50"), tidy("x ≤ ½")
     ('\\frac{1}{2}x', '0.50', 'x \\le \\frac{1}{2}')
     """
+    if answer.isascii() and answer.isdigit() and len(answer) < 20:
+        return answer
     if len(answer) > LONGEST:
         return None
     text = _SAME.sub(lambda found: _INSTEAD.get(found[0][1:], r"\frac"), _DROPPED.sub("", _spelled(answer)))
@@ -265,7 +267,7 @@ def same_number(reference: str, answer: str) -> bool | None:
 
     >>> same_number("1/2", "0.50"), same_number("2", "3"), same_number("42", "6*7=42"), same_number("2", "x")
     (True, False, None, None)
-    >>> same_number("1/12", "0.0833333333"), same_number("0.333", "1/3"), same_number("5 meters", "5 miles")
+    >>> same_number("1/12", "0.083333333333"), same_number("0.333", "1/3"), same_number("5 meters", "5 miles")
     (True, False, None)
     """
     expected, found = plain_number(reference), plain_number(answer.removeprefix("x="))
@@ -277,25 +279,27 @@ def same_number(reference: str, answer: str) -> bool | None:
 
 
 _UNIT = re.compile(r"\\(?:text|mathrm|mbox)|(?<![a-z\\])[a-z]{2,}")
-_LEAST_DIGITS = 6  # of a decimal that may stand for a number which it is the rounding of
+_LEAST_DIGITS = 10  # of a decimal that may stand for a fraction, which can be written exactly
+_LEAST_DIGITS_OF_IRRATIONAL = 6
 
 
 def rounds(short: Fraction, value: Fraction, endless: bool = False) -> bool:
-    """Return whether a decimal of six digits or more is the rounding or the beginning of a number that has more.
+    """Return whether a decimal of ten digits or more is the rounding or the beginning of a number that has more.
 
     Args:
         short: the decimal.
         value: the number.
-        endless: whether the number has decimals without end, although the fraction has not, as one that is cut off.
+        endless: whether the number is irrational, and ``value`` is only close to it; then six digits are enough.
 
-    >>> rounds(Fraction("0.333333"), Fraction(1, 3)), rounds(Fraction("0.333"), Fraction(1, 3))
+    >>> rounds(Fraction("0.3333333333"), Fraction(1, 3)), rounds(Fraction("0.333333"), Fraction(1, 3))
     (True, False)
     """
     decimals = _decimals(short)
     if not decimals or not (endless or _decimals(value) is None) or (short < 0) != (value < 0):
         return False
     scaled, whole = abs(value) * 10**decimals, int(abs(short) * 10**decimals)
-    return len(str(whole)) >= _LEAST_DIGITS and whole in (math.floor(scaled), math.floor(scaled + Fraction(1, 2)))
+    least = _LEAST_DIGITS_OF_IRRATIONAL if endless else _LEAST_DIGITS
+    return len(str(whole)) >= least and whole in (math.floor(scaled), math.floor(scaled + Fraction(1, 2)))
 
 
 def _decimals(value: Fraction) -> int | None:

@@ -4,18 +4,11 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
-from nrl.envs.mathematics.evaluating import constant_ratio, equal_values, exact, fault_of, number_at
-from nrl.envs.mathematics.expressions import (
-    Node,
-    NoValueError,
-    UnreadableError,
-    functions_in,
-    operations,
-    parse,
-    symbols_in,
-)
+from nrl.envs.mathematics.evaluating import equal_values, exact, fault_of, number_at
+from nrl.envs.mathematics.expressions import parse
 from nrl.envs.mathematics.kinds import (
     Answer,
     Based,
@@ -31,15 +24,19 @@ from nrl.envs.mathematics.kinds import (
     Time,
     Words,
     as_region,
-    read,
 )
+from nrl.envs.mathematics.nodes import Node, NoValueError, UnreadableError, symbols_in
+from nrl.envs.mathematics.reading import read
+from nrl.envs.mathematics.regions import as_relation, equal_regions, equal_relations
 from nrl.envs.mathematics.units import differ
+from nrl.envs.mathematics.working import is_worked, last_side, values_in
 
 __all__ = ["equal", "is_right", "unusable"]
 
 _MOST = 12  # items of a set, since each may have to be compared with each
 
 
+@functools.lru_cache(256)
 def unusable(text: str) -> str:
     r"""Return why a reference cannot be met by any answer; empty: it can.
 
@@ -50,26 +47,12 @@ def unusable(text: str) -> str:
         found = read(text)
     except (UnreadableError, NoValueError) as error:
         return f"which cannot be read as mathematics ({error})"
-    return next((why for value in _values(found) if (why := fault_of(value))), "")
-
-
-def _values(found: Answer) -> list[Node]:
-    match found:
-        case Quantity():
-            return [found.value]
-        case Listing() | Point():
-            return [value for item in found.items for value in _values(item)]
-        case Region():
-            return [*found.without, *(end for piece in found.pieces for end in (piece.low, piece.high))]
-        case Relation():
-            return [found.left, found.right]
-        case Named():
-            return _values(found.value)
-        case Matrix():
-            return [cell for row in found.rows for cell in row]
-        case Ratio():
-            return list(found.parts)
-    return []
+    if why := next((why for value in values_in(found) if (why := fault_of(value))), ""):
+        return why
+    try:
+        return "" if equal(found, found) else "which does not equal itself"
+    except (UnreadableError, NoValueError) as error:
+        return f"which is {error}"
 
 
 def is_right(reference: str, answer: str) -> bool:
@@ -87,7 +70,7 @@ def is_right(reference: str, answer: str) -> bool:
     if about and len(answers) == 2 and not _is_rounding(*answers):
         return False  # two answers
     try:
-        return any(_is_worked(right, found) and equal(right, found) for found in map(read, answers))
+        return any(is_worked(right, found) and equal(right, found) for found in map(read, answers))
     except NoValueError:
         return False
 
@@ -111,7 +94,7 @@ def _is_rounding(longer: str, rounded: str) -> bool:
 def _bare(found: Answer) -> Node | None:
     """Return the number of an answer that is one, without its name."""
     if isinstance(found, Named):
-        return _bare(_last(found.value, found))
+        return _bare(last_side(found.value, found))
     return found.value if isinstance(found, Quantity) else None
 
 
@@ -150,9 +133,9 @@ def _same_kind(left: Answer, right: Answer) -> bool | None:
                 for a, b in zip(itertools.chain(*left.rows), itertools.chain(*right.rows), strict=True)
             )
         case Relation(), Relation():
-            return _relations(left, right)
+            return equal_relations(left, right)
         case Region(), Region():
-            return _regions(left, right)
+            return equal_regions(left, right)
         case Point(), Point():
             return _in_order(left.items, right.items)
         case Listing(), Listing():
@@ -166,16 +149,16 @@ def _coerced(left: Answer, right: Answer) -> bool | None:
     """Compare two kinds where one may be meant by the other."""
     match left, right:
         case Named(), Relation():
-            return left.equation is not None and left.equation.sign == "=" and _relations(left.equation, right)
+            return left.equation is not None and left.equation.sign == "=" and equal_relations(left.equation, right)
         case Named(), Listing() if isinstance(left.value, Quantity) and len(right.items) > 1:
             return False
         case Named(), _:
-            return equal(_last(left.value, left), right) if _is_calculation_true(left) else False
+            return equal(last_side(left.value, left), right) if _is_calculation_true(left) else False
         case Region(), Point():
             region = as_region(right)
-            return region is not None and _regions(left, region)
-        case Region(), Relation() if (relation := _as_relation(left)) is not None:
-            return _relations(relation, right)
+            return region is not None and equal_regions(left, region)
+        case Region(), Relation() if (relation := as_relation(left)) is not None:
+            return equal_relations(relation, right)
         case Listing(), Point():
             if all(isinstance(item, Named) for item in left.items):
                 return _in_order(_by_name(left.items), right.items)
@@ -183,7 +166,13 @@ def _coerced(left: Answer, right: Answer) -> bool | None:
         case Listing(), _ if len(left.items) == 1 and not isinstance(right, Region):
             return equal(left.items[0], right)
         case Ratio(), Quantity():
+            whole = exact(right.value)
+            if whole is not None and whole.denominator == 1:
+                return False  # 7:1 is not 7
             return len(left.parts) == 2 and not right.unit and equal_values(Node("/", left.parts), right.value)
+        case Time(), Ratio() if left.seconds >= 0 and not left.half:
+            numbers = (*divmod(left.minutes, 60), left.seconds)
+            return _ratios([Node("number", (), Fraction(number)) for number in numbers], right.parts)
         case Choice(), Quantity():
             return not left.marked and equal(Quantity(parse(left.letter)), right)
         case Words(), Quantity():
@@ -200,12 +189,14 @@ def _quantities(left: Quantity, right: Quantity) -> bool:
     if differ(left.unit, right.unit):
         return False
     if left.integer or right.integer:
-        mine, other = (symbols_in(side.value) for side in (left, right))
-        if len(mine - other) == len(other - mine) == 1 and (other - mine) <= set("kmn"):
-            right = right._replace(value=_renamed(right.value, *(other - mine), *(mine - other)))
+        names, others = (symbols_in(side.value) for side in (left, right))
+        if len(names - others) == len(others - names) == 1 and (others - names) <= set("kmn"):
+            right = right._replace(value=_renamed(right.value, *(others - names), *(names - others)))
     cents = [_is_percent(side.value) for side in (left, right)]
     if sum(cents) != 1:
         return equal_values(left.value, right.value)
+    if left.unit not in ("", "%") or right.unit not in ("", "%"):
+        return False  # 5% is not 5 cm
     part, other = (left.value, right.value) if cents[0] else (right.value, left.value)
     hundredths, whole = _percentage(part), exact(other)
     if equal_values(part, other):  # 50% is 0.5, but nobody writes 500% for 5
@@ -221,7 +212,7 @@ def _renamed(node: Node, old: str, new: str) -> Node:
 
 
 def _is_percent(node: Node) -> bool:
-    return node.kind == "%" or (node.kind in "-" and _is_percent(node.parts[0]))
+    return node.kind == "%" or (node.kind == "-" and _is_percent(node.parts[0]))
 
 
 def _percentage(node: Node) -> Node:
@@ -275,12 +266,6 @@ def _by_name(items: Sequence[Answer]) -> list[Answer]:
     return [item.value for item in sorted((x for x in items if isinstance(x, Named)), key=lambda item: item.name)]
 
 
-def _last(value: Answer, named: Named) -> Answer:
-    """Return the side of a calculation that counts, which is the last."""
-    calculation = named.equation is not None and named.equation.sign == "chain"
-    return value.items[-1] if calculation and isinstance(value, Listing) else value
-
-
 def _is_calculation_true(named: Named) -> bool:
     """Return whether the sides of ``x = 6*7 = 42`` are equal, as far as they are numbers."""
     if named.equation is None or named.equation.sign != "chain" or not isinstance(named.value, Listing):
@@ -292,14 +277,14 @@ def _is_calculation_true(named: Named) -> bool:
 def _named(left: Named, right: Named) -> bool:
     if left.equation and right.equation and left.equation.sign == right.equation.sign == "=":
         if left.name != right.name:
-            return _relations(left.equation, right.equation) or (
+            return equal_relations(left.equation, right.equation) or (
                 _same_name(left.name, right.name) and equal(left.value, right.value)
             )
     elif not _same_name(left.name, right.name):
         return False
     if not (_is_calculation_true(left) and _is_calculation_true(right)):
         return False
-    return equal(_last(left.value, left), _last(right.value, right))
+    return equal(last_side(left.value, left), last_side(right.value, right))
 
 
 def _same_name(left: str, right: str) -> bool:
@@ -312,185 +297,3 @@ def _same_name(left: str, right: str) -> bool:
         return True
     kinds = {kind(left), kind(right)}
     return "words" in kinds or (kinds == {"function", "letter"} and "y" in (left, right))
-
-
-# --- Relations and sets of numbers
-
-
-def _relations(left: Relation, right: Relation) -> bool:
-    first, second = left, right
-    flips = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
-    sign = constant_ratio(_difference(first), _difference(second))
-    if not sign and first.sign == second.sign == "=":
-        sign = constant_ratio(_without_fractions(_difference(first)), _without_fractions(_difference(second)))
-    return bool(sign) and first.sign == (second.sign if sign > 0 else flips[second.sign])
-
-
-def _difference(relation: Relation) -> Node:
-    return Node("+", (relation.left, Node("-", (relation.right,))))
-
-
-def _without_fractions(node: Node) -> Node:
-    """Return a sum times the denominators of its terms."""
-    below = [term.parts[1] for term in _terms(node) if term.kind == "/" and symbols_in(term.parts[1])]
-    return Node("*", (node, *below)) if below else node
-
-
-def _terms(node: Node) -> list[Node]:
-    return [term for part in node.parts for term in _terms(part)] if node.kind in ("+", "-") else [node]
-
-
-def _as_relation(region: Region) -> Relation | None:
-    """Return the inequality of which a half-line is the solution."""
-    if len(region.pieces) != 1 or region.without or not region.name:
-        return None
-    piece, variable = region.pieces[0], parse(region.name)
-    below, above = _is_infinite(piece.low), _is_infinite(piece.high)
-    if below == above:
-        return None
-    if below:
-        return Relation("<=" if piece.closed_high else "<", variable, piece.high)
-    return Relation(">=" if piece.closed_low else ">", variable, piece.low)
-
-
-def _is_infinite(node: Node) -> bool:
-    return (node.kind == "constant" and node.value == "infinity") or (node.kind == "-" and _is_infinite(node.parts[0]))
-
-
-type _Interval = tuple[Any, Any, bool, bool]
-
-
-def _regions(left: Region, right: Region) -> bool:
-    if left.name and right.name and left.name != right.name:
-        return False
-    ends = [end for side in (left, right) for piece in side.pieces for end in piece[:2]] + [
-        *left.without,
-        *right.without,
-    ]
-    if any(symbols_in(end) for end in ends):
-        return len(left.pieces) == len(right.pieces) and all(
-            a[2:] == b[2:] and equal_values(a.low, b.low) and equal_values(a.high, b.high)
-            for a, b in zip(left.pieces, right.pieces, strict=True)
-        )
-    first, second = _intervals(left), _intervals(right)
-    return len(first) == len(second) and all(
-        a[2:] == b[2:] and equal_values(a[0], b[0]) and equal_values(a[1], b[1])
-        for a, b in zip(first, second, strict=True)
-    )
-
-
-def _intervals(region: Region) -> list[_Interval]:
-    """Return intervals that do not touch, in their order, without the numbers that are taken out."""
-
-    def compare(a: Node, b: Node) -> int:
-        if equal_values(a, b):
-            return 0
-        first, second = (number_at(end, 60) for end in (a, b))
-        if isinstance(first, complex) or isinstance(second, complex):
-            raise UnreadableError("an interval whose ends are no real numbers")
-        return -1 if first < second else 1
-
-    def start(a: _Interval, b: _Interval) -> int:
-        return compare(a[0], b[0]) or (b[2] - a[2])
-
-    pieces = [
-        (p.low, p.high, p.closed_low and not _is_infinite(p.low), p.closed_high and not _is_infinite(p.high))
-        for p in region.pieces
-    ]
-    for low, high, closed_low, closed_high in pieces:
-        order = compare(low, high)
-        if order > 0 or (order == 0 and not (closed_low and closed_high)):
-            raise UnreadableError("an interval whose ends are the wrong way round")
-    joined = list[_Interval]()
-    for piece in sorted(pieces, key=functools.cmp_to_key(start)):
-        if joined:
-            low, high, closed_low, closed_high = joined[-1]
-            order = compare(piece[0], high)
-            if order < 0 or (order == 0 and (closed_high or piece[2])):
-                later = compare(piece[1], high)
-                if later > 0 or (later == 0 and piece[3]):
-                    high, closed_high = piece[1], piece[3] if later > 0 else True
-                joined[-1] = (low, high, closed_low, closed_high)
-                continue
-        joined.append(piece)
-    for point in region.without:
-        split = list[_Interval]()
-        for low, high, closed_low, closed_high in joined:
-            at_low, at_high = compare(point, low), compare(point, high)
-            if at_low < 0 or at_high > 0:
-                split.append((low, high, closed_low, closed_high))
-            elif at_low == 0 or at_high == 0:
-                if at_low != at_high:
-                    split.append((low, high, closed_low and at_low != 0, closed_high and at_high != 0))
-            else:
-                split += [(low, point, closed_low, False), (point, high, False, closed_high)]
-        joined = split
-    return joined
-
-
-# --- What leaves the work to the verifier
-
-
-def _is_worked(right: Answer, found: Answer) -> bool:
-    """Return whether an answer is as far worked out as the reference: a number is a numeral, a solution is no equation."""
-    match right, found:
-        case (Named() | Region(), Relation()):
-            return bool(_free(right) - {right.name})
-        case (Named(), Named()):
-            solved = right.equation is None or not _free(right.value) or bool(_free(found.value))
-            return solved and _is_worked(_last(right.value, right), _last(found.value, found))
-        case (Named(), _):
-            return _is_worked(_last(right.value, right), found)
-        case (_, Named()):
-            return _is_worked(right, _last(found.value, found))
-        case (Quantity(), Listing()) if len(found.items) == 1:
-            return _is_worked(right, found.items[0])
-        case (Quantity(), Quantity()):
-            return _is_number_worked(right.value, found.value)
-        case (Listing() | Point(), Listing() | Point()) if len(right.items) == len(found.items):
-            bare = [[_last(x.value, x) if isinstance(x, Named) else x for x in side.items] for side in (right, found)]
-            if not all(isinstance(x, Quantity) and _is_numeral(x.value) for x in bare[0]):
-                return True
-            return all(not isinstance(x, Quantity) or _is_numeral(x.value) for x in bare[1])
-    return True
-
-
-def _free(found: Answer) -> set[str]:
-    return set[str]().union(*map(symbols_in, _values(found)))
-
-
-def _is_number_worked(right: Node, found: Node) -> bool:
-    if symbols_in(right):
-        return True
-    if symbols_in(found):
-        return False
-    if _is_numeral(right):
-        return _is_numeral(found)
-    return functions_in(found) <= functions_in(right) and operations(found) <= 2 * operations(right) + 3
-
-
-def _is_numeral(node: Node) -> bool:
-    """Return whether an expression is one number that is worked out: at most a fraction, per cent, 3.5 * 10^-5, 10^6."""
-    match node.kind:
-        case "number" | "mixed":
-            return True
-        case "-" | "%" | "degrees":
-            return node.parts[0].kind != node.kind and _is_numeral(node.parts[0])
-        case "/":
-            return all(
-                part.kind == "number" or (part.kind == "-" and part.parts[0].kind == "number") for part in node.parts
-            )
-        case "^":
-            return _is_power_of_ten(node)
-        case "*" if len(node.parts) == 2:
-            factor, power = node.parts
-            factor = factor.parts[0] if factor.kind == "-" else factor
-            return factor.kind == "number" and _is_power_of_ten(power) and 1 <= abs(factor.value) < 10
-    return False
-
-
-def _is_power_of_ten(node: Node) -> bool:
-    if node.kind != "^" or node.parts[0].kind != "number" or node.parts[0].value != 10:
-        return False
-    power = exact(node.parts[1])
-    return power is not None and power.denominator == 1

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
-import mpmath
+import mpmath  # type: ignore[import-untyped]
 from mpmath import mp
 
 from nrl.envs.mathematics.answers import rounds
-from nrl.envs.mathematics.expressions import Node, NoValueError, UnreadableError, symbols_in
+from nrl.envs.mathematics.nodes import Node, NoValueError, UnreadableError, symbols_in
 
 __all__ = ["constant_ratio", "equal_values", "exact", "fault_of", "number_at"]
 
@@ -265,8 +265,9 @@ def _same(left: Any, right: Any, again: Callable[[], tuple[Any, Any]]) -> bool:
 
 
 def _agree(left: Node, right: Node) -> bool:
-    """Return whether two expressions have equal values at all points at which both are real, of which there are some;
-    of expressions that are real nowhere, at all points at which they have values.
+    """Return whether two expressions have equal values at all points at which both are real.
+
+    Expressions that are real nowhere are compared wherever they have values.
     """
     real, others = list[bool](), list[bool]()
     for point in _points(frozenset(symbols_in(left) | symbols_in(right))):
@@ -293,7 +294,8 @@ def _agree(left: Node, right: Node) -> bool:
 def equal_values(left: Node, right: Node) -> bool:
     """Return whether two expressions are equal wherever both have values.
 
-    A decimal of six digits or more equals a number that it is the rounding of, or the beginning.
+    A decimal of six digits or more equals an irrational number that it is the rounding of, or the beginning. To equal a
+    fraction it needs ten.
 
     Raises:
         UnreadableError: a number is too large to evaluate.

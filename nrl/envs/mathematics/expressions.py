@@ -1,39 +1,18 @@
-r"""Read an expression, in LaTeX or in plain notation, into a tree. Nothing is evaluated, and time is linear in the text.
+r"""Read an expression, in LaTeX or in plain notation, into a tree. Nothing is evaluated.
 
-``pi/2``, ``2*pi``, ``sqrt(2)/2`` and ``x**2`` are read as ``\frac{\pi}{2}`` is. A letter is a variable, except ``e`` and
-``i``; letters that stand together are a product, unless they name a function. What is not known is refused, never
-skipped: an answer with a part left out would be another answer.
+``pi/2``, ``2*pi``, ``sqrt(2)/2`` and ``x**2`` are read as ``\frac{\pi}{2}`` is. A letter is a variable, except ``e``
+and ``i``; letters that stand together are a product, unless they name a function. What is not known is refused, never
+skipped: an answer with a part left out would be another answer. The time is linear in the text.
 """
 
 import re
 from collections.abc import Iterator
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-__all__ = ["NoValueError", "Node", "UnreadableError", "functions_in", "operations", "parse", "symbols_in"]
+from nrl.envs.mathematics.nodes import Node, NoValueError, UnreadableError
 
-
-class UnreadableError(ValueError):
-    """A text is no expression that can be read."""
-
-
-class NoValueError(ValueError):
-    """An expression has no value, or more than one, such as ``1/0`` or ``42 43``."""
-
-
-class Node(NamedTuple):
-    """A number, a symbol, or an operation on other nodes.
-
-    Args:
-        kind: ``"number"``, ``"symbol"``, ``"constant"``, an operation (``"+"``, ``"*"``, ``"/"``, ``"^"``, ``"-"``,
-            ``"root"``, ``"mixed"``, ``"%"``, ``"degrees"``, ``"call"``) or the name of a function.
-        parts: what it operates on.
-        value: the number, or the name.
-    """
-
-    kind: str
-    parts: tuple["Node", ...] = ()
-    value: Any = None
+__all__ = ["parse"]
 
 
 _FUNCTIONS = {
@@ -125,6 +104,8 @@ _REPEATING = re.compile(
 )
 _ENDS = frozenset([")", "]", "}", "|", ",", "rfloor", "rceil", "+", "-", "=", "<", ">", "end"])
 _CALCULUS = re.compile(r"\\(?:i*int|oint|sum|prod|lim)(?![a-z])|\\frac ?\{ ?d ?\}")
+_CHOOSE = re.compile(r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}")
+_TIMES_TEN = re.compile(r"(?<=[0-9]) ?x ?(?=10\^)")
 _LONGEST_NUMBER = 400
 _DEEPEST = 60
 _FONT_WORDS = re.compile(
@@ -144,48 +125,6 @@ def parse(text: str) -> Node:
     if _CALCULUS.search(text):
         return Node("calculus", (), text)
     return _Parser(text).whole()
-
-
-def symbols_in(node: Node) -> set[str]:
-    """Return the names of the variables of an expression.
-
-    >>> sorted(symbols_in(parse("x + y_1 + pi")))
-    ['x', 'y_1']
-    """
-    if node.kind == "calculus":
-        bound = re.findall(r"(?:_\{? ?|d ?|\\to ?)([a-z])(?: ?=|(?![a-z])|\\to)", node.value)
-        return set(re.findall(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])", node.value)) - {"e", "i", "d", *bound}
-    own = {node.value} if node.kind == "symbol" else set[str]()
-    return own.union(*map(symbols_in, node.parts))
-
-
-_FAMILIES = {
-    **dict.fromkeys(("sin", "cos", "tan", "cot", "sec", "csc"), "trigonometric"),
-    **dict.fromkeys(("arcsin", "arccos", "arctan", "arccot"), "inverse trigonometric"),
-    **dict.fromkeys(("sinh", "cosh", "tanh", "coth"), "hyperbolic"),
-    **dict.fromkeys(("log", "ln", "log10"), "logarithm"),
-}
-_PLAIN = frozenset(("number", "symbol", "constant", "+", "-", "*", "/", "^", "root", "mixed", "%", "degrees", "exp"))
-
-
-def functions_in(node: Node) -> set[str]:
-    """Return the functions of an expression; those of a family count as one.
-
-    >>> functions_in(parse("sin(x)/cos(x) + sqrt(2)"))
-    {'trigonometric'}
-    """
-    own = set() if node.kind in _PLAIN else {_FAMILIES.get(node.kind, node.kind)}
-    return own.union(*map(functions_in, node.parts))
-
-
-def operations(node: Node) -> int:
-    """Return how many operations an expression has.
-
-    >>> operations(parse("1+1+1")), operations(parse("2"))
-    (2, 0)
-    """
-    own = len(node.parts) - 1 if node.kind in ("+", "*") else bool(node.parts)
-    return own + sum(map(operations, node.parts))
 
 
 class _Token(NamedTuple):
@@ -223,6 +162,7 @@ def _repeating(found: re.Match[str]) -> str:
 class _Parser:
     def __init__(self, text: str) -> None:
         text = _FONT_WORDS.sub(lambda found: f" {found[1]} " if len(found[1]) > 1 else found[1], text)
+        text = _CHOOSE.sub(r"\\binom{\1}{\2}", _TIMES_TEN.sub(r"\\times ", text))
         text = text.replace("{,}", ",").replace(r"\ ", " ").replace("~", " ")
         text = re.sub(
             r"\^ ?\{ ?\\(?:circ|degree) ?\}|\^ ?\\(?:circ|degree)(?![A-Za-z])|\\degree(?![A-Za-z])", r"\\deg ", text
@@ -291,7 +231,7 @@ class _Parser:
 
     def beside(self, left: Node) -> Node:
         """Read a factor without a sign before it: a mixed number, or a product."""
-        token = self.peek
+        token, before = self.peek, self.tokens[self.at - 1].text
         fraction = token.text in ("frac", "repeating") or token.kind == "number"
         right = self.factor()
         if left.kind == "number" and fraction and right.kind != "%":
@@ -305,7 +245,7 @@ class _Parser:
                 return Node("mixed", (left, right))
         elif left.kind == "number" and right.kind == "%" and right.parts[0].kind == "/":  # 12\frac{1}{2}\%
             return Node("%", (Node("mixed", (left, right.parts[0])),))
-        elif token.kind == "number":
+        elif token.kind == "number" and before != "!":
             raise UnreadableError("a number behind a factor")
         return self.product(left, right)
 

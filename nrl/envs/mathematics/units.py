@@ -3,7 +3,7 @@ r"""Units behind a number: ``5 \text{ cm}``, ``30^\circ``, ``12 km/h``, ``3 mill
 import re
 from fractions import Fraction
 
-from nrl.envs.mathematics.expressions import Node
+from nrl.envs.mathematics.nodes import Node
 
 __all__ = ["differ", "scaled", "split_unit"]
 
@@ -49,10 +49,18 @@ _LETTERS_ALONE = frozenset(
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 _TEXT = r"\\(?:text|textbf|textit|textrm|mathrm|mbox|rm) ?\{[^{}]*\}"
 _POWER = r"(?:\^(?:\{-?[0-9]\}|[0-9]))?"
+_LETTERS = "|".join(sorted(_LETTERS_ALONE, key=len, reverse=True))
+_IN_TEXT = rf"(?:(?:\\cdot ?|/ ?)?{_TEXT}{_POWER}(?:/[a-z]{{1,3}}{_POWER})?\s*)+"
+_IN_LETTERS = rf" ?(?:(?:{_LETTERS}|m|s|h|g){_POWER}/(?:s|h|min|hr|m|L){_POWER}|(?:{_LETTERS})(?![A-Za-z]){_POWER})"
+_IN_WORDS = rf" (?:(?:sq|cu)\.? [A-Za-z]+|[A-Za-z]{{3,}})(?: [A-Za-z]{{2,}})*{_POWER}"
 _BEHIND = re.compile(
-    rf"(?P<value>.*?[0-9A-Za-z)}}\]!%])(?:\\[,;: ])*\s*(?P<unit>(?:(?:\\cdot ?|/ ?)?{_TEXT}{_POWER}(?:/[a-z]{{1,3}}{_POWER})?\s*)+"
-    rf"|(?<=[0-9}})]) ?(?:(?:{'|'.join(sorted(_LETTERS_ALONE, key=len, reverse=True))}|m|s|h|g)(?:{_POWER}/(?:s|h|min|hr|m|L){_POWER}|\b{_POWER}))"
-    rf"|(?<=[0-9}})]) [A-Za-z]{{3,}}(?: [A-Za-z]{{2,}})*{_POWER})",
+    r"(?P<value>.*?[0-9A-Za-z)}\]!%])(?:\\[,;: ])*\s*"
+    rf"(?P<unit>{_IN_TEXT}|(?<=[0-9}})]){_IN_LETTERS}|(?<=[0-9}})]){_IN_WORDS})",
+    re.DOTALL,
+)
+_DEGREES = re.compile(
+    r"(?P<value>(?:(?!\\(?:sin|cos|tan|circ)).)*)(?:\^ ?\{? ?\\circ ?\}?|\\degree) ?"
+    r"(?:\\(?:text|mathrm) ?\{ ?([CFK]) ?\}|([CFK]))?",
     re.DOTALL,
 )
 _NO_UNITS = re.compile(
@@ -67,11 +75,12 @@ def split_unit(text: str) -> tuple[str, str]:
     >>> split_unit(r"5\text{ centimeters}"), split_unit("12 km/h"), split_unit("3x"), split_unit("2 sqrt")
     (('5', 'cm'), ('12', 'km/h'), ('3x', ''), ('2 sqrt', ''))
     """
-    if degrees := re.fullmatch(
-        r"(.*)(?:\^ ?\{? ?\\circ ?\}?|\\degree) ?(?:\\(?:text|mathrm) ?\{ ?([CFK]) ?\}|([CFK]))?", text, re.DOTALL
-    ):
-        if not re.search(r"\\(?:sin|cos|tan|circ)", degrees[1]):
-            return degrees[1], "degree" + (degrees[2] or degrees[3] or "")
+    if degrees := _DEGREES.fullmatch(text):
+        return degrees["value"], "degree" + (degrees[2] or degrees[3] or "")
+    if text.endswith("¢"):
+        return text[:-1], "cent"
+    if alone := re.fullmatch(r"([-0-9.,/{}]+|\\frac\{[0-9]+\}\{[0-9]+\}) ([NJWVAKLmgsh])", text):
+        return alone[1], alone[2]
     if money := re.fullmatch(r"[$€£¥₹](.+)", text):
         value, _ = split_unit(money[1])
         return value, "$" if text[0] == "$" else text[0]

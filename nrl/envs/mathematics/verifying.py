@@ -85,8 +85,6 @@ def math_verifier(
 
     async def fault_of(reference: str) -> str:
         """Return why a reference cannot be used; empty: it can, or the machine had no time to find out."""
-        if plain_number(reference) is not None:
-            return ""
         if (known := faults.get(reference)) is not None:
             return known
         outcome, why = await ask(reference, (None, timeout))
@@ -97,6 +95,8 @@ def math_verifier(
     async def check_task(task: Task) -> str | None:
         right = answer_of("math_verifier", task)
         reference = _reference(right)
+        if reference is not None and plain_number(reference) is not None:
+            return None
         why = _empty(right) if reference is None else await fault_of(reference)
         return _fault(right, why) if why else None
 
@@ -104,7 +104,8 @@ def math_verifier(
     async def equal(task: Task, trace: Trace) -> Score:
         right = answer_of("math_verifier", task)
         reference, why = _reference(right), ""
-        if reference is None or (why := await fault_of(reference)):
+        plain = reference is not None and plain_number(reference) is not None
+        if reference is None or (not plain and (why := await fault_of(reference))):
             raise EnvError(f"math_verifier: {_fault(right, why or _empty(right))}; {_REMEDY}")
         span = answer_span(trace.text)
         answer = None if span is None else tidy(span)

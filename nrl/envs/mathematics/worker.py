@@ -91,7 +91,7 @@ def _fork() -> Fork:
 def _told(request: tuple[str, str | None]) -> str:
     """Return why a reference cannot be used, empty if it can; or with an answer, what becomes of that."""
     from nrl.envs.mathematics.comparing import is_right, unusable
-    from nrl.envs.mathematics.expressions import UnreadableError
+    from nrl.envs.mathematics.nodes import UnreadableError
 
     reference, answer = request
     if answer is None:
