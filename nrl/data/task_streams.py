@@ -18,6 +18,7 @@ from nrl.data.rendering import render
 from nrl.data.sources import read
 from nrl.envs import arithmetic, reversal
 from nrl.envs.contract import Task
+from nrl.envs.references import TaskCheck, faults_of, report
 from nrl.envs.seeds import check_not_negative
 from nrl.errors import DataError
 from nrl.log import waiting
@@ -26,6 +27,8 @@ from nrl.stream.cursors import derived
 
 __all__ = ["GENERATED", "Tasks", "epoch", "tasks"]
 
+_CHECKED = 10_000  # tasks in memory at a time while they are checked
+_IN_VAIN = 1000  # generated tasks in a row of which none can be used, until that is an error
 _QUIET = 5.0  # seconds of reading between two lines about it
 
 GENERATED: dict[str, Callable[[int, int], Task]] = {"arithmetic": arithmetic.task, "reversal": reversal.task}
@@ -41,7 +44,7 @@ class Tasks(NamedTuple):
         restore: continue from a state.
         names: of the sources, by their number in ``source``.
         size: tasks in an epoch; None: there are no epochs.
-        dropped: rows of the sources that are left out, by reason: ``"format"``, ``"max_tokens"``.
+        dropped: rows of the sources that are left out, by reason: ``"format"``, ``"max_tokens"``, ``"check"``.
 
     >>> tasks([{"prompt": "a"}, {"prompt": "b"}]).size
     2
@@ -67,6 +70,7 @@ def tasks(
     tokenizer: Tokenizer | None = None,
     max_tokens: int | None = None,
     collate: Callable[[Iterable[Task], Any], Batch] | None = None,
+    check: TaskCheck | None = None,
 ) -> Tasks:
     """An endless stream of tasks, each epoch in a new order, which is a function of ``(seed, epoch)``.
 
@@ -88,6 +92,8 @@ def tasks(
         max_tokens: the most that a row may have; None: no bound.
         collate: `supervised` or `preferences`, if the rows go through it: then a row is as long as the batch that
             ``collate`` makes of it. None: as long as its prompt, as `render` makes it.
+        check: says why no answer to a task can be right, as `nrl.envs.references.task_check` has it of a verifier. Rows
+            with such a task are left out, and printed with the reason; of generated tasks, when they are made.
 
     Returns:
         A stream with ``take(n)``, ``state()`` and ``restore(state)``. Its state is the number of tasks taken, over all
@@ -126,7 +132,9 @@ def tasks(
                 )
             return list(made)
 
-        return Tasks(*derived(numbers, generated)[:3], (name,), None, {})  # all short
+        faulty: dict[str, int] = {} if check is None else {"check": 0}
+        take = generated if check is None else _without_faults(generated, check, name, faulty)
+        return Tasks(*derived(numbers, take)[:3], (name,), None, faulty)  # all short
     if isinstance(source, str) and ":" not in source and not exists(Path(source)):
         raise DataError(
             f"tasks: '{shown(source, 300)}' is neither a file (looked in {Path.cwd()}) nor one of the generated "
@@ -161,6 +169,9 @@ def tasks(
     if not kept:
         that = " that the format keeps" if unused else ""
         raise DataError(f"tasks: {table.name} has no rows{that}; give at least one")
+    faults = _leave_out(
+        kept, check, table.name, lambda index: (made(table.rows[index], table.place(index)), table.place(index))
+    )
     which = np.frombuffer(kept, dtype=np.int64).reshape(-1, 2)
 
     @lru_cache(maxsize=2)
@@ -174,7 +185,74 @@ def tasks(
 
     dropped = {"format": unused} if format is not None else {}
     dropped |= {"max_tokens": long} if max_tokens is not None else {}
+    dropped |= {"check": faults} if check is not None else {}
     return Tasks(*counting(at, name="data.tasks")[:3], (table.name,), len(which), dropped)
+
+
+def _leave_out(
+    kept: "array[int]", check: TaskCheck | None, name: str, tasks_at: Callable[[int], tuple[list[Task], str]]
+) -> int:
+    """Take rows out of which a task has no right answer, and return how many.
+
+    Args:
+        kept: of each task its row, and its number among the tasks of the row.
+        check: finds such tasks; None: there is no check.
+        name: of the source.
+        tasks_at: the tasks of a row, and where the row stands.
+
+    Raises:
+        DataError: none is left.
+    """
+    if check is None:
+        return 0
+    pairs = [(kept[at], kept[at + 1]) for at in range(0, len(kept), 2)]
+    found = list[tuple[int, str]]()
+    for start in range(0, len(pairs), _CHECKED):
+        some = pairs[start : start + _CHECKED]
+        faults = faults_of(check, [tasks_at(index)[0][number] for index, number in some])
+        found += [(some[place][0], why) for place, why in faults.items()]
+    if not found:
+        return 0
+    rows = {index for index, _ in found}
+    said = report(name, [(tasks_at(index)[1], why) for index, why in found], len(pairs))
+    del kept[:]
+    for pair in pairs:
+        if pair[0] not in rows:
+            kept.extend(pair)
+    if not kept:
+        raise DataError(f"tasks: {said}\nNo task is left; mend the answers, or choose the verifier that reads them")
+    print(f"data: {said}", flush=True)  # noqa: T201
+    return len(rows)
+
+
+def _without_faults(
+    take: Callable[[int], list[Task]], check: TaskCheck, name: str, faulty: dict[str, int]
+) -> Callable[[int], list[Task]]:
+    """Return a function that takes others in place of tasks to which no answer can be right.
+
+    Args:
+        take: the next tasks of an endless source.
+        check: finds such tasks.
+        name: of the source.
+        faulty: counts them, as ``"check"``.
+    """
+
+    def without(n: int) -> list[Task]:
+        found, in_vain = list[Task](), 0
+        while len(found) < n:
+            some = take(n - len(found))
+            faults = faults_of(check, some)
+            in_vain = in_vain + len(faults) if len(faults) == len(some) else 0
+            if faults and (not faulty["check"] or in_vain >= _IN_VAIN):
+                said = report(name, [(f"a task of {name}", why) for why in faults.values()], None)
+                if in_vain >= _IN_VAIN:
+                    raise DataError(f"tasks: {in_vain} in a row: {said}\nMend the source of the tasks")
+                print(f"data: {said}", flush=True)  # noqa: T201
+            faulty["check"] += len(faults)
+            found += [task for place, task in enumerate(some) if place not in faults]
+        return found
+
+    return without
 
 
 def epoch(stream: Tasks, most: int | None = None) -> list[Task]:

@@ -28,6 +28,7 @@ from nrl.envs.contract import (
     settled,
     timeout_of,
 )
+from nrl.envs.references import TaskCheck, task_check
 from nrl.envs.return_values import is_reset, score_of, verdicts_of
 from nrl.errors import EnvError
 
@@ -79,7 +80,9 @@ def single_turn(verifier: Verifier, *, timeout: float | EllipsisType | None = ..
         return await _later(state, verifier(state, _answer(state, turn)))  # type: ignore[arg-type]
 
     seconds = getattr(verifier, "timeout", TIMEOUT) if isinstance(timeout, EllipsisType) else timeout
-    return Environment(reset, later if asynchronous(verifier) else step, timeout=seconds, tasks=own)
+    return Environment(
+        reset, later if asynchronous(verifier) else step, timeout=seconds, tasks=own, check_task=task_check(verifier)
+    )
 
 
 def _answer(task: Task, turn: str) -> Trace:
@@ -102,7 +105,8 @@ def judged(env: Env, verifier: Verifier) -> Environment:
     {'turns': 2}
     """
     close, timeout = getattr(env, "close", None), getattr(env, "timeout", TIMEOUT)
-    return Environment(env.reset, env.step, close, verifier, timeout, getattr(env, "tasks", None))
+    tasks, check = getattr(env, "tasks", None), _first_fault([env, verifier])
+    return Environment(env.reset, env.step, close, verifier, timeout, tasks, check)
 
 
 def by_source(*envs: Env) -> Environment:
@@ -170,7 +174,14 @@ def by_source(*envs: Env) -> Environment:
     reset.__name__, step.__name__, close.__name__ = (f"an environment's {name}" for name in ("reset", "step", "close"))
     closes = any(getattr(env, "close", None) for env in envs)
     verifies = any(getattr(env, "verifier", None) for env in envs)
-    return Environment(reset, step, close if closes else None, verifier if verifies else None, timeout)
+    checks = [task_check(env) for env in envs]
+
+    def check_task(task: Task) -> Any:
+        check = checks[task["source"]]
+        return None if check is None else check(task)
+
+    found = Environment(reset, step, close if closes else None, verifier if verifies else None, timeout)
+    return found._replace(check_task=check_task) if any(checks) else found
 
 
 async def _later(state: Task, reward: Awaitable[Verdict]) -> Step:
@@ -325,7 +336,21 @@ def _composed(parts: Sequence[Verifier], one: Callable[..., Any], group: Callabl
         made.of_group = lambda task: any(judges_group(part, task) for part in parts)
     if forgetting := [part.forget for part in parts if hasattr(part, "forget")]:
         made.forget = lambda: _together([forget() for forget in forgetting])
+    if check := _first_fault(parts):
+        made.check_task = check
     return made  # type: ignore[no-any-return]
+
+
+def _first_fault(parts: Sequence[Any]) -> TaskCheck | None:
+    """Return the check that finds what the first of several parts finds; None: none of them has a check."""
+    checks = [check for part in parts if (check := task_check(part)) is not None]
+    if not checks:
+        return None
+
+    def check_task(task: Task) -> Any:
+        return mapped(_together([check(task) for check in checks]), lambda found: next(filter(None, found), None))
+
+    return check_task
 
 
 def _each(part: Any, task: Task, traces: Sequence[Trace]) -> Any:

@@ -283,6 +283,8 @@ class Environment(NamedTuple):
             call that takes longer makes its row invalid, as an error does.
         tasks: ``(seed, index) -> Task``, of an environment that brings tasks, for `nrl.data.tasks`; a pure function.
             None: they come from elsewhere.
+        check_task: ``task -> why no answer to it can be right``, or None where one can; plain or ``async``. It is asked
+            before a run (`nrl.envs.references`). None: the verifier's own, if that has one.
 
     Guess a number; the state is the number and how many turns are left.
 
@@ -306,6 +308,7 @@ class Environment(NamedTuple):
     verifier: Verifier | None = None
     timeout: float | Callable[[Task], float | None] | None = TIMEOUT
     tasks: Callable[[int, int], Task] | None = None
+    check_task: Callable[[Task], str | Awaitable[str | None] | None] | None = None
 
 
 def text_of(prompt: Any) -> str:

@@ -93,4 +93,5 @@ def limited(
     close = None if own_close is None else alike(own_close, lambda used: own_close(used.own))
     verifier, tasks = getattr(env, "verifier", None), getattr(env, "tasks", None)
     timeout = getattr(env, "timeout", TIMEOUT)
-    return Environment(alike(env.reset, reset), alike(env.step, step), close, verifier, timeout, tasks)
+    check = getattr(env, "check_task", None)
+    return Environment(alike(env.reset, reset), alike(env.step, step), close, verifier, timeout, tasks, check)

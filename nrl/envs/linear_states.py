@@ -105,7 +105,8 @@ before 'a'). Go on from the state that the first call returned, or reset for ano
     verifier, tasks = getattr(env, "verifier", None), getattr(env, "tasks", None)
     closes = close if own_close is None else alike(own_close, close)
     timeout = getattr(env, "timeout", TIMEOUT)
-    return Environment(alike(env.reset, reset), alike(env.step, step), closes, verifier, timeout, tasks)
+    check = getattr(env, "check_task", None)
+    return Environment(alike(env.reset, reset), alike(env.step, step), closes, verifier, timeout, tasks, check)
 
 
 class _Act:

@@ -149,7 +149,7 @@ def _limited(who: str, found: Any, seconds: Any) -> Verifier | Env:
         raise ConfigError(f"{who}: timeout is {seconds!r}; give seconds, or null for no limit")
     if is_env(found):
         close, verifier, tasks = (getattr(found, each, None) for each in ("close", "verifier", "tasks"))
-        return Environment(found.reset, found.step, close, verifier, seconds, tasks)
+        return Environment(found.reset, found.step, close, verifier, seconds, tasks, getattr(found, "check_task", None))
     limited = functools.update_wrapper(functools.partial(found), found)
     limited.timeout = seconds  # type: ignore[attr-defined]
     return limited

@@ -30,6 +30,7 @@ from nrl.envs.pools.pool import on
 from nrl.envs.prime import verifiers, verifiers_server
 from nrl.envs.programs import code
 from nrl.envs.reasoning.tasks import reasoning_gym
+from nrl.envs.references import task_check
 from nrl.envs.retrieval.searches import searching
 from nrl.envs.retrieval.short_answers import short_answer
 from nrl.envs.reversal import task as texts
@@ -314,7 +315,7 @@ def _tasks(name: str, found: Verifier | Env, kind: str, given: Any, how: Mapping
         if given is None:
             raise ConfigError(f"env={kind} brings no tasks; say where they come from, as data=FILE")
     try:
-        made = data.tasks(given, **how)
+        made = data.tasks(given, check=task_check(found), **how)
     except TypeError as error:
         raise ConfigError(f"data: the tasks of {name}: {error}") from error
     return made._replace(names=(name,)) if callable(given) else made

@@ -145,11 +145,9 @@ def number(task: Task, trace: Trace) -> Score:
     answer = answer_of("number", task)
     expected = _expected(answer)
     if expected is None:
-        text = str(answer)
         raise EnvError(
-            f"number: task['answer'] is {text if len(text) < 200 else '...' + text[-200:]!r}, from which no number can "
-            "be read; give a number, or a solution that ends in '#### 42'; or let every response to it count as wrong, "
-            "by number_or_wrong"
+            f"number: {_no_number(answer)}; give a number, or a solution that ends in '#### 42'; or let every response "
+            "to it count as wrong, by number_or_wrong"
         )
     return _score(trace, expected)
 
@@ -179,10 +177,28 @@ def number_or_wrong(task: Task, trace: Trace) -> Score:
     return _score(trace, _expected(answer_of("number_or_wrong", task)))
 
 
+def _no_number(answer: Any) -> str:
+    text = str(answer)
+    return f"task['answer'] is {text if len(text) < 200 else '...' + text[-200:]!r}, from which no number can be read"
+
+
 def _score(trace: Trace, expected: Fraction | None) -> Score:
     found = _final(trace.text)
     return Score(float(expected is not None and found == expected), "ok" if found is not None else "parse_fail")
 
+
+def _check_exact(task: Task) -> None:
+    answer_of("exact", task)
+
+
+def _check_number(task: Task) -> str | None:
+    """Return why no response can have the number of a task's answer."""
+    answer = answer_of("number", task)
+    return None if _expected(answer) is not None else _no_number(answer)
+
+
+exact.check_task = _check_exact  # type: ignore[attr-defined]
+number.check_task = _check_number  # type: ignore[attr-defined]
 
 VERIFIERS: Mapping[str, Verifier] = {"exact": exact, "number": number, "number_or_wrong": number_or_wrong}
 """The verifiers that a configuration can name."""

@@ -16,14 +16,15 @@ import pytest
 import nrl
 from benchmarks.verifiers import HOSTILE, pairs
 from nrl.envs import Score, Trace, extractor, number, single_turn
-from nrl.envs.mathematics.answers import LONGEST, final_answer, repeats
+from nrl.envs.mathematics.answers import LONGEST, final_answer, repeats, tidy
 from nrl.envs.mathematics.worker import _fork, compare
 from nrl.errors import EnvError, PlacementError
 from tests.episodes.scripted import TASKS, Scripted
 from tests.processes import alive, settled
 
 RIGHT, WRONG, UNREAD, STARVED = Score(1.0), Score(0.0), Score(0.0, "parse_fail"), Score(0.0, "timeout")
-ROOT = r"\sqrt{7918}"  # no plain number, beside which a tower of powers were wrong at once
+ROOT = r"\sin(7918)"  # so that a sine is no work that is left to do
+SLOW = r"\sin(10^{10^8})"  # which takes pi to as many digits
 
 
 @pytest.fixture(scope="module")
@@ -343,12 +344,12 @@ def test_a_machine_without_time_is_no_models_doing(brief: Any) -> None:
         return score
 
     ask(brief, ROOT, r"\boxed{b+76}")
-    assert asyncio.run(stopped("9^{9^9}+1", after=0.1)) == STARVED
-    assert patiently(brief, ROOT, r"\boxed{9^{9^9}+1}") == UNREAD  # it was not kept
+    assert asyncio.run(stopped(f"{SLOW}+1", after=0.1)) == STARVED
+    assert patiently(brief, ROOT, rf"\boxed{{{SLOW}+1}}") == UNREAD  # it was not kept
     ask(brief, ROOT, r"\boxed{b+75}")
     os.kill(newest_fork(), signal.SIGSTOP)
     assert ask(brief, ROOT, r"\boxed{b+78}") == STARVED  # nor is a right answer to blame
-    assert patiently(brief, ROOT, r"\boxed{\frac{7918}{\sqrt{7918}}}") == RIGHT
+    assert patiently(brief, ROOT, r"\boxed{\frac{2\sin(7918)}{2}}") == RIGHT
 
 
 def test_a_fork_that_dies_takes_nothing_along(brief: Any) -> None:
@@ -361,11 +362,11 @@ def test_a_fork_that_dies_takes_nothing_along(brief: Any) -> None:
         return await found
 
     ask(brief, ROOT, r"\boxed{b+74}")
-    assert asyncio.run(ended("9^{9^9}+2", signal.SIGSEGV)) == UNREAD
+    assert asyncio.run(ended(f"{SLOW}+2", signal.SIGSEGV)) == UNREAD
     ask(brief, ROOT, r"\boxed{b+79}")
     with pytest.raises(EnvError, match=r"^math_verifier: its process was killed; is there enough memory\?$"):
-        asyncio.run(ended("9^{9^9}+3", signal.SIGKILL))
-    assert ask(brief, ROOT, r"\boxed{\frac{15836}{2\sqrt{7918}}}") == RIGHT
+        asyncio.run(ended(f"{SLOW}+3", signal.SIGKILL))
+    assert ask(brief, ROOT, r"\boxed{\frac{3\sin(7918)}{3}}") == RIGHT
 
 
 def newest_fork() -> int:
@@ -394,9 +395,11 @@ def test_a_fork_ends_with_its_worker() -> None:
     [
         ("", "in which there is no answer"),
         ("I do not know,\nand you?", "in which there is no answer"),
-        (r"\frac{1}{", "which math-verify cannot read"),
-        (r"\frac{1}{0}", "which does not equal itself"),
-        ("9^{9^9}", r"which math-verify did not read within 0\.5 s"),
+        (r"\frac{1}{", r"which cannot be read as mathematics \('end'\)"),
+        ("42 43", r"which cannot be read as mathematics \(two numbers side by side\)"),
+        (r"\frac{1}{0}", "which has no value"),
+        ("9^{9^9}", "which is too large to evaluate"),
+        (SLOW, r"which was not read within 0\.5 s"),
         (float("nan"), "which is no finite number"),
         (float("-inf"), "which is no finite number"),
     ],
@@ -435,7 +438,7 @@ def test_scores_are_those_of_the_worker_alone(verify: Any) -> None:
         return [str(compare(reference, (answer, 5.0))[0]) for reference, answer in json.loads(trace.text)]
 
     chosen = list(pairs(80))
-    told = json.dumps([[reference, answer] for reference, answer, _ in chosen])
+    told = json.dumps([[tidy(reference), tidy(answer)] for reference, answer, _ in chosen])
     alone: Any = nrl.pooled(apart, workers=1, executable="gym", timeout=120)  # type: ignore[arg-type]
     outcomes = asyncio.run(alone({}, Trace("", [told])))
     scores = [ask(verify, reference, rf"\boxed{{{answer}}}") for reference, answer, _ in chosen]

@@ -13,22 +13,22 @@ All of it is linear in the text, and nothing is evaluated.
 """
 
 import functools
+import math
 import re
 from collections.abc import Iterator
-from decimal import Decimal
 from fractions import Fraction
 
 from nrl.envs.verifiers import boxes, final_number, marked_number, only_number
 
 __all__ = [
     "LONGEST",
-    "decimal",
+    "answer_span",
     "final_answer",
-    "one_numeral",
     "plain_number",
     "repeats",
+    "rounds",
     "same_number",
-    "two_kinds",
+    "tidy",
     "written",
 ]
 
@@ -68,11 +68,17 @@ def final_answer(response: str) -> str | None:
     >>> final_answer(r"So \boxed{0.50}."), final_answer(r"It is $x = \dfrac12$."), final_answer("Nothing.")
     ('1/2', 'x=\\frac12', None)
     """
-    span = _span(response[-_READ:])
+    span = answer_span(response)
     return None if span is None else written(span)
 
 
-def _span(text: str) -> str | None:
+def answer_span(response: str) -> str | None:
+    r"""Return the part of a response that is its final answer, as it stands there; None: there is none.
+
+    >>> answer_span(r"So \boxed{0.50}."), answer_span("Nothing.")
+    ('0.50', None)
+    """
+    text = response[-_READ:]
     for mark in reversed(list(_MARK.finditer(text))[-_MARKS:]):
         if mark[1].strip() and (_bare(mark[1]) or next(marked_number(mark[0]), None) is not None):
             return mark[1]
@@ -138,14 +144,16 @@ _SIGNS = str.maketrans(
     }
     | {"ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}"}
     | {"½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}"}
+    | {"⟨": r"\langle ", "⟩": r"\rangle "}
     | dict.fromkeys("\xa0\u2009\u202f\u200b\u2002\u2003", " ")
 )
 _POWERS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-", strict=True))
 _RAISED = re.compile(f"[{''.join(_POWERS)}]+")
+_DOTS = re.compile(r"\.{3,}|…")
 _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|\{([^{}]*)\}|([0-9.]+|[A-Za-z]))")
 _DROPPED = re.compile(
-    r"(?<!\\)\$|\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits|quad|qquad)(?![A-Za-z])|\\[,!;:>]"
-    r"|(?<!\\)~|\\(?=\$)"
+    r"(?<!\\)\$|\\(?:left|right|therefore|[bB]igg?[lr]?|displaystyle|textstyle|limits|quad|qquad)(?![A-Za-z])|\\[,!;:>]"
+    r"|(?<!\\)~|\\(?=\$)|\\[()]"
 )
 _SAME = re.compile(r"\\(?:dfrac|tfrac|cfrac)(?![A-Za-z])|\\(?:leq|geq|neq|lbrace|rbrace)(?![A-Za-z])")
 _INSTEAD = {"leq": r"\le", "geq": r"\ge", "neq": r"\ne", "lbrace": r"\{", "rbrace": r"\}"}
@@ -164,30 +172,37 @@ def written(answer: str) -> str | None:
     >>> written(r"$\left(0,\; \tfrac{1}{2}\right]$"), written("50"), written("２√3"), written("x²")
     ('(0,\\frac{1}{2}]', '50', '2\\sqrt{3}', 'x^{2}')
     """
+    text = tidy(answer)
+    if text is None:
+        return None
+    repeating = _REPEATING.fullmatch(text)
+    number = plain_number(_spelled(answer)) if repeating is None else _repeated(repeating)
+    return text if number is None else str(number)
+
+
+def tidy(answer: str) -> str | None:
+    r"""Return an answer in LaTeX, in one way to write it, whose numbers stand as they are.
+
+    Returns:
+        None if it is empty, longer than `LONGEST`, or nested too deeply for anybody to read.
+
+    >>> tidy(r"\dfrac{1}{2} \,x"), tidy("0.50"), tidy("x ≤ ½")
+    ('\\frac{1}{2}x', '0.50', 'x \\le \\frac{1}{2}')
+    """
+    if answer.isascii() and answer.isdigit() and len(answer) < 20:
+        return answer
     if len(answer) > LONGEST:
         return None
-    text = _RAISED.sub(lambda found: "^{" + "".join(_POWERS[each] for each in found[0]) + "}", answer)
-    text = _ROOT.sub(lambda found: r"\sqrt{" + (found[1] or found[2] or found[3] or "") + "}", text).translate(_SIGNS)
-    repeating = _REPEATING.fullmatch(text)
-    number = plain_number(text) if repeating is None else _repeated(repeating)
-    if number is not None:
-        return str(number)
-    text = _SAME.sub(lambda found: _INSTEAD.get(found[0][1:], r"\frac"), _DROPPED.sub("", text))
+    text = _SAME.sub(lambda found: _INSTEAD.get(found[0][1:], r"\frac"), _DROPPED.sub("", _spelled(answer)))
     text = _COMMA.sub(",", _TIGHT.sub(r"\1", _SPACES.sub(" ", _END.sub("", text).strip())))
     return text if _depth(text) <= _DEEPEST and any(not each.isspace() and each != "\\" for each in text) else None
 
 
-def decimal(text: str) -> str:
-    """A fraction that has few decimals as decimals, which are compared up to rounding; anything else as it is.
-
-    >>> decimal("157/50"), decimal("1/3"), decimal("x/2"), decimal("1/0")
-    ('3.14', '1/3', 'x/2', '1/0')
-    """
-    if not re.fullmatch(r"-?[0-9]{1,15}/(?=0*[1-9])[0-9]{1,15}", text):
-        return text
-    value = Fraction(text)
-    found = f"{Decimal(value.numerator) / Decimal(value.denominator):f}"
-    return found if Fraction(found) == value else text
+def _spelled(answer: str) -> str:
+    """Return an answer with LaTeX in place of Unicode's signs."""
+    text = _RAISED.sub(lambda found: "^{" + "".join(_POWERS[each] for each in found[0]) + "}", answer)
+    text = _DOTS.sub(r"\\ldots ", text)
+    return _ROOT.sub(lambda found: r"\sqrt{" + (found[1] or found[2] or found[3] or "") + "}", text).translate(_SIGNS)
 
 
 def _repeated(found: re.Match[str]) -> Fraction:
@@ -245,75 +260,57 @@ def plain_number(text: str) -> Fraction | None:
 
 
 def same_number(reference: str, answer: str) -> bool | None:
-    """Whether two answers as `written` are equal, if that can be said at once; otherwise None.
+    """Return whether two answers in one way to write them (`tidy`) are the same number, if it can be said at once.
 
-    >>> same_number("1/2", "1/2"), same_number("2", "3"), same_number("42", "6*7=42"), same_number("2", "x")
-    (True, False, True, None)
+    Returns:
+        None: one is no plain number, or both have units, which may differ.
+
+    >>> same_number("1/2", "0.50"), same_number("2", "3"), same_number("42", "6*7=42"), same_number("2", "x")
+    (True, False, None, None)
+    >>> same_number("1/12", "0.083333333333"), same_number("0.333", "1/3"), same_number("5 meters", "5 miles")
+    (True, False, None)
     """
-    if reference == answer:
-        return True
-    expected = plain_number(reference)
-    if expected is None:
+    expected, found = plain_number(reference), plain_number(answer.removeprefix("x="))
+    if expected is None or found is None:
         return None
-    found = plain_number(answer.rpartition("=")[2]) if re.fullmatch(r"[^<>,;]*(?<![\\!])=[^=<>;]*", answer) else None
-    if found is None:
-        found = plain_number(answer)
-    return None if found is None else found == expected
+    if expected == found and _UNIT.search(reference) and _UNIT.search(answer):
+        return None
+    return expected == found or rounds(expected, found) or rounds(found, expected)
 
 
-# --- What is worked out.
-
-_NOTATION = re.compile(r"(?:(?:\\cdot|\\times|\*) ?|(?<![0-9.,]))10\^(?:\{ ?-?[0-9]+ ?\}|[0-9])")
-_IN_UNITS = re.compile(
-    r"\\(?:text|mathrm|mbox|textbf) ?\{[^{}0-9]*\}(?:\^(?:\{-?[0-9]\}|[0-9]))?|[A-Za-z]\^(?:\{-?[0-9]\}|[0-9])"
-)
-_COMPUTED = re.compile(
-    r"\\(?:[dt]?binom|choose|gcd|lcm|det|[bp]?mod|operatorname|begin|[lr]?floor|[lr]?ceil|max|min|log|ln|sqrt)(?![a-z])"
-    r"|(?<![A-Za-z\\])(?:gcd|lcm|binom|det|mod)\b"
-)
-_BAR = re.compile(r"\\[dtc]?frac(?![A-Za-z])|/|:")
-_DIGITS = re.compile(r"[0-9](?:[0-9.]|,(?=[0-9])|\{,\}(?=[0-9]))*")
-_MIXED = re.compile(r"[0-9] ?\\[dtc]?frac|[0-9] [0-9]+ ?/")
+_UNIT = re.compile(r"\\(?:text|mathrm|mbox)|(?<![a-z\\])[a-z]{2,}")
+_LEAST_DIGITS = 10  # of a decimal that may stand for a fraction, which can be written exactly
+_LEAST_DIGITS_OF_IRRATIONAL = 6
 
 
-def one_numeral(text: str) -> bool:
-    r"""Whether a text can be one number that is worked out: one numeral, or a fraction of two, with units.
+def rounds(short: Fraction, value: Fraction, endless: bool = False) -> bool:
+    """Return whether a decimal of ten digits or more is the rounding or the beginning of a number that has more.
 
-    >>> (
-    ...     one_numeral(r"3.5\cdot 10^{-5}"),
-    ...     one_numeral(r"5\text{ m}^2"),
-    ...     one_numeral("1,234"),
-    ...     one_numeral(r"1\frac{1}{2}"),
-    ... )
-    (True, True, True, True)
-    >>> one_numeral(r"\binom{10}{3}"), one_numeral("42 43"), one_numeral(r"\frac{1}{2}/3"), one_numeral("17+12")
-    (False, False, False, False)
+    Args:
+        short: the decimal.
+        value: the number.
+        endless: whether the number is irrational, and ``value`` is only close to it; then six digits are enough.
+
+    >>> rounds(Fraction("0.3333333333"), Fraction(1, 3)), rounds(Fraction("0.333333"), Fraction(1, 3))
+    (True, False)
     """
-    if _COMPUTED.search(text):
+    decimals = _decimals(short)
+    if not decimals or not (endless or _decimals(value) is None) or (short < 0) != (value < 0):
         return False
-    text = _IN_UNITS.sub(" ", _NOTATION.sub("", text, count=1))
-    units = re.search(r"[0-9}][ )]*(?:\\[,;: ])*[A-Za-z]", text)  # "5 km/h" has no fraction
-    bars = len(_BAR.findall(text[: units.start() + 1] if units else text))
-    return bars <= 1 and len(_DIGITS.findall(text)) <= 1 + bars + bool(_MIXED.search(text))
+    scaled, whole = abs(value) * 10**decimals, int(abs(short) * 10**decimals)
+    least = _LEAST_DIGITS_OF_IRRATIONAL if endless else _LEAST_DIGITS
+    return len(str(whole)) >= least and whole in (math.floor(scaled), math.floor(scaled + Fraction(1, 2)))
 
 
-_SET = re.compile(r"(?:.*(?:=|\\in(?![a-z]))\s*)?\\\{[^{}]*\\\}")
-_POINT = re.compile(r"(?:.*(?:=|\\in(?![a-z]))\s*)?[(\[][^{}()\[\]]*,[^()\[\]]*[)\]]")
-_NUMBER = re.compile(r"(?<![A-Za-z0-9^])[0-9]")
-_TEXT = re.compile(r"\\(?:text|mathrm|mbox|textbf|textit) ?\{([^{}]*)\}")
-
-
-def two_kinds(reference: str, answer: str) -> bool:
-    r"""Whether one is a set in braces and the other a point or an interval; or numbers hide in words of the answer.
-
-    >>> two_kinds(r"\{1,2\}", "(1,2)"), two_kinds("1,2", "(1,2)"), two_kinds("42", r"42 \text{ or 43}")
-    (True, False, True)
-    """
-    for one, other in ((reference, answer), (answer, reference)):
-        if _SET.fullmatch(one) and _POINT.fullmatch(other):
-            return True
-    hidden = [[each for each in _TEXT.findall(text) if _NUMBER.search(each)] for text in (reference, answer)]
-    return bool(hidden[1]) and not hidden[0] and not _TEXT.fullmatch(answer)
+def _decimals(value: Fraction) -> int | None:
+    """Return how many decimals a number has; None: without end."""
+    rest, counts = value.denominator, {2: 0, 5: 0}
+    if rest.bit_length() > 400:
+        return None
+    for prime in counts:
+        while rest % prime == 0:
+            rest, counts[prime] = rest // prime, counts[prime] + 1
+    return max(counts.values()) if rest == 1 else None
 
 
 # --- A question is no answer to itself.

@@ -3,10 +3,20 @@
 import functools
 import math
 from collections.abc import Awaitable, Callable
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 from nrl.envs.contract import Score, Task, Trace, text_of
-from nrl.envs.mathematics.answers import decimal, final_answer, repeats, same_number, written
+from nrl.envs.mathematics.answers import (
+    answer_span,
+    final_answer,
+    plain_number,
+    repeats,
+    same_number,
+    tidy,
+    written,
+)
 from nrl.envs.mathematics.worker import Outcome, compare
 from nrl.envs.pools.pool import pooled
 from nrl.envs.verifiers import answer_of, boxes, extracts
@@ -16,6 +26,10 @@ from nrl.runtime.executables.registry import Executable, check_has
 __all__ = ["math_verifier"]
 
 _KEPT = 4096  # outcomes: a group's answers are often the same
+_REMEDY = (
+    "give a number, an expression in LaTeX or plain notation, words, or a solution that ends in '#### 42' or "
+    "'\\boxed{42}'"
+)
 _START = 60.0  # seconds of a call in which a worker imports math-verify
 
 
@@ -24,11 +38,13 @@ def math_verifier(
 ) -> Callable[[Task, Trace], Awaitable[Score]]:
     r"""A verifier that is 1 if the final answer of a response equals the task's, as mathematics; otherwise 0.
 
-    What needs no mathematics is decided in this process, at once: equal texts, and two plain numbers, which are
-    compared exactly. Everything else math-verify decides (numbers to six decimals, sets, intervals, equations,
-    matrices, per cent, units), in processes of this machine that are killed where an answer takes too long. They start
-    when they are first needed. The task's ``"answer"`` is a number, LaTeX, or a solution that ends in ``#### 42`` or
-    ``\boxed{42}``.
+    The reference is read once as a number, an expression, a list or a set, a point or an interval, a relation, a
+    matrix, a time, a ratio, a number in a base, a choice or words (``docs/verifiers.md`` has a table of each). Answers
+    are compared by kind. The task's ``"answer"`` is a number, LaTeX, plain notation such as ``sqrt(2)/2``, words, or a
+    solution that ends in ``#### 42`` or ``\boxed{42}``.
+
+    Two plain numbers are compared in this process, exactly. Everything else is compared in processes of this machine
+    that are killed where an answer takes too long; they start when they are first needed.
 
     A response without a final answer, and one whose answer cannot be read, takes too long or brings the process down,
     has a reward of 0 with the status ``"parse_fail"``: the model wrote it, and the same processes have read the
@@ -65,33 +81,52 @@ def math_verifier(
     check_has("math_verifier", executable, "math_verify")
     ask: Any = pooled(worker, workers=workers, executable=executable, timeout=_START + timeout)
     outcomes: dict[tuple[str, str], Outcome] = {}
+    faults: dict[str, str] = {}
+
+    async def fault_of(reference: str) -> str:
+        """Return why a reference cannot be used; empty: it can, or the machine had no time to find out."""
+        if (known := faults.get(reference)) is not None:
+            return known
+        outcome, why = await ask(reference, (None, timeout))
+        if outcome != "starved":
+            _keep(faults, reference, why)
+        return str(why)
+
+    async def check_task(task: Task) -> str | None:
+        right = answer_of("math_verifier", task)
+        reference = _reference(right)
+        if reference is not None and plain_number(reference) is not None:
+            return None
+        why = _empty(right) if reference is None else await fault_of(reference)
+        return _fault(right, why) if why else None
 
     @extracts(final_answer)
     async def equal(task: Task, trace: Trace) -> Score:
         right = answer_of("math_verifier", task)
-        given = str(right)
-        if not isinstance(right, str | int) and not math.isfinite(right):
-            raise _unusable(given, "which is no finite number")
-        reference = _reference(given)
-        if reference is None:
-            raise _unusable(given, "in which there is no answer")
-        answer = final_answer(trace.text)
+        reference, why = _reference(right), ""
+        plain = reference is not None and plain_number(reference) is not None
+        if reference is None or (not plain and (why := await fault_of(reference))):
+            raise EnvError(f"math_verifier: {_fault(right, why or _empty(right))}; {_REMEDY}")
+        span = answer_span(trace.text)
+        answer = None if span is None else tidy(span)
         if answer is None:
             return Score(0.0, "parse_fail")
+        if answer == reference:
+            return Score(1.0)
         same = same_number(reference, answer)
         if same is not None:
             return Score(float(same))
-        if repeats(answer, text_of(task.get("prompt", trace.prompt)), reference):
+        if repeats(
+            written(answer) or answer, text_of(task.get("prompt", trace.prompt)), written(reference) or reference
+        ):
             return Score(0.0)
         outcome = outcomes.get((reference, answer))
         if outcome is None:
-            outcome, why = await ask(decimal(reference), (decimal(answer), timeout))
+            outcome, why = await ask(reference, (answer, timeout))
             if outcome is None:
-                raise _unusable(given, why)
+                raise EnvError(f"math_verifier: {_fault(right, why)}; {_REMEDY}")
             if outcome != "starved":
-                if len(outcomes) >= _KEPT:
-                    outcomes.pop(next(iter(outcomes)), None)
-                outcomes[reference, answer] = outcome
+                _keep(outcomes, (reference, answer), outcome)
         match outcome:
             case "right" | "wrong":
                 return Score(float(outcome == "right"))
@@ -100,21 +135,38 @@ def math_verifier(
             case _:
                 return Score(0.0, "parse_fail")
 
-    equal.forget = outcomes.clear  # type: ignore[attr-defined]
+    def forget() -> None:
+        outcomes.clear()
+        faults.clear()
+
+    equal.check_task = check_task  # type: ignore[attr-defined]
+    equal.forget = forget  # type: ignore[attr-defined]
     equal.timeout = None  # type: ignore[attr-defined]  # that of a comparison begins when it does
     return equal
 
 
+def _keep[K, V](kept: dict[K, V], key: K, value: V) -> None:
+    if len(kept) >= _KEPT:
+        kept.pop(next(iter(kept)), None)
+    kept[key] = value
+
+
 @functools.lru_cache(_KEPT)
-def _reference(answer: str) -> str | None:
-    """A task's answer as `written`; of a solution, its final answer."""
+def _reference(answer: str | float | Decimal | Fraction) -> str | None:
+    """Return a task's answer in one way to write it (`tidy`); of a solution, its final answer."""
+    if not isinstance(answer, str):
+        return str(answer) if isinstance(answer, int) or math.isfinite(answer) else None
     solution = "####" in answer or next(boxes(answer), None) is not None or len(answer) > 200 or "\n" in answer
-    return final_answer(answer) if solution else written(answer)
+    if not solution:
+        return tidy(answer)
+    span = answer_span(answer)
+    return None if span is None else tidy(span)
 
 
-def _unusable(answer: str, why: str) -> EnvError:
-    told = answer if len(answer) < 200 else "..." + answer[-200:]
-    return EnvError(
-        f"math_verifier: task['answer'] is {told!r}, {why}; give a number, an expression in LaTeX, or a solution that "
-        "ends in '#### 42' or '\\boxed{42}'"
-    )
+def _empty(answer: object) -> str:
+    return "in which there is no answer" if isinstance(answer, str) else "which is no finite number"
+
+
+def _fault(answer: object, why: str) -> str:
+    told = str(answer) if len(str(answer)) < 200 else "..." + str(answer)[-200:]
+    return f"task['answer'] is {told!r}, {why}"

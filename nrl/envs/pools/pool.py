@@ -12,6 +12,7 @@ import attrs
 from nrl.envs.contract import Env, Environment, Step, Task, Trace, Turn, Verdict, Verifier
 from nrl.envs.pools.calls import Pool, Worker
 from nrl.envs.pools.processes import Child, Process, Python, here
+from nrl.envs.references import task_check
 from nrl.errors import ArgumentError, EnvError
 from nrl.runtime.executables.registry import Executable
 from nrl.runtime.executables.registry import executable as registered
@@ -212,7 +213,7 @@ def _verifier(f: Verifier, owner: _Owner) -> Verifier:
 
     functools.update_wrapper(verify, f, updated=())
     verify.timeout = None  # type: ignore[attr-defined]  # the pool's counts from the beginning of a call
-    for name in ("of_group", "extract", "tasks"):
+    for name in ("of_group", "extract", "tasks", "check_task"):
         if hasattr(f, name):
             setattr(verify, name, getattr(f, name))
     _let_forget(verify, f, owner)
@@ -270,4 +271,5 @@ def _environment(env: Env, owner: _Owner) -> Environment:
     if hasattr(verifier, "of_group"):
         verify.of_group = verifier.of_group  # type: ignore[attr-defined]
     _let_forget(verify, verifier, owner)
-    return Environment(reset, step, close, None if verifier is None else verify, None, getattr(env, "tasks", None))
+    tasks, check = getattr(env, "tasks", None), task_check(env)
+    return Environment(reset, step, close, None if verifier is None else verify, None, tasks, check)

@@ -1,0 +1,183 @@
+"""Read answers that are no formula: times, numbers in a base, choices, words, dates."""
+
+import re
+
+from nrl.envs.mathematics.kinds import REALS, Answer, Based, Choice, Listing, Time, Words
+
+__all__ = ["TEXT", "read_based", "read_choice", "read_prose", "read_special", "read_time", "read_words"]
+
+TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname|rm|bf) ?\{([^{}]*)\}")
+_TIME = re.compile(
+    r"(?P<hour>[01]?[0-9]|2[0-4])(?::|\{:\}|\\colon ?)(?P<minute>[0-5][0-9])(?:(?::|\{:\})(?P<second>[0-5][0-9]))?"
+    r" ?(?P<half>[ap]\.? ?m\.?)?",
+    re.IGNORECASE,
+)
+_HOUR = re.compile(r"(?P<hour>1[0-2]|[1-9]) ?(?P<half>[ap]\.? ?m\.?)", re.IGNORECASE)
+_BASED = re.compile(r"\(?([0-9A-Fa-f]+)\)?_ ?(?:\{ ?\(?([0-9]{1,2}|[a-z]+)\)? ?\}|([0-9]{1,2}))")
+_BASE_WORDS = re.compile(r"([0-9A-Fa-f]+) ?(?:\(?(?:in )?base[- ]?([0-9]{1,2}|[a-z]+)\)?)", re.IGNORECASE)
+_PREFIXED = re.compile(r"0([bxo])([0-9A-Fa-f]+)", re.IGNORECASE)
+_BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10}
+_BASES |= {"eleven": 11, "twelve": 12, "sixteen": 16}
+_CHOICE = re.compile(
+    r"(?:(?:option|choice|answer)[ :]*)?(?:\(([A-J])\)|([A-J])\)|([A-J])[.:](?=.)|([A-J]))", re.IGNORECASE
+)
+_CHOICE_AND_MORE = re.compile(r"(?:\(([A-J])\)|([A-J])[).:]) *\S.*")
+_MATH_WORDS = re.compile(
+    r"(?:sqrt|cbrt|(?:arc|a)?(?:sin|cos|tan|cot|sec|csc)h?|log|ln|lg|exp|pi|Pi|inf(?:inity)?|oo|infty|max|min|abs|Abs|gcd|lcm"
+    r"|floor|ceil|ceiling|factorial|binom|binomial|or|and|frac|alpha|beta|gamma|delta|theta|lambda|mu|phi|omega|rho|sigma)"
+)
+_EMPTY = frozenset(("empty set", "the empty set", "null set", "no solution", "no solutions", "{}"))
+_ALL = frozenset(
+    ("all real numbers", "all reals", "real numbers", "the real numbers", "all real values", "all real number")
+)
+_MONTHS = [
+    "january",
+    "february",
+    "march",
+    "april",
+    "may",
+    "june",
+    "july",
+    "august",
+    "september",
+    "october",
+    "november",
+    "december",
+]
+
+
+def read_time(text: str) -> Time | None:
+    """Read a time of day.
+
+    >>> read_time("3:30 p.m."), read_time("3:3")
+    (Time(minutes=930, seconds=-1, half='p'), None)
+    """
+    plain = TEXT.sub(r" \1", text).strip()
+    found = _TIME.fullmatch(plain)
+    if found is None and (hour := _HOUR.fullmatch(plain)):
+        return _clock(int(hour["hour"]), 0, -1, hour["half"])
+    if found is None:
+        return None
+    return _clock(int(found["hour"]), int(found["minute"]), int(found["second"] or -1), found["half"] or "")
+
+
+def _clock(hour: int, minute: int, second: int, half: str) -> Time:
+    half = half[:1].lower()
+    if half and hour <= 12:
+        return Time(60 * (hour % 12 + 12 * (half == "p")) + minute, second, half)
+    return Time(60 * hour + minute, second)
+
+
+def read_based(text: str) -> Based | None:
+    """Read a number whose base is said.
+
+    >>> read_based("101_{2}"), read_based("0x1f"), read_based("102_2")
+    (Based(digits='101', base=2), Based(digits='1F', base=16), None)
+    """
+    plain = TEXT.sub(r"\1", text)
+    if found := _PREFIXED.fullmatch(plain):
+        base = {"b": 2, "o": 8, "x": 16}[found[1].lower()]
+        return _digits(found[2], base)
+    found = _BASED.fullmatch(plain) or _BASE_WORDS.fullmatch(plain)
+    if found is None:
+        return None
+    said = next(each for each in found.groups()[1:] if each)
+    base = int(said) if said.isdigit() else _BASES.get(said, 0)
+    return _digits(found[1], base)
+
+
+def _digits(digits: str, base: int) -> Based | None:
+    if not 2 <= base <= 36 or any(int(digit, 36) >= base for digit in digits):
+        return None
+    return Based(digits.upper().lstrip("0") or "0", base)
+
+
+def read_choice(text: str) -> Choice | None:
+    r"""Read a letter that may name an option.
+
+    >>> read_choice("B"), read_choice(r"\text{(B) } 14")
+    (Choice(letter='B', marked=False), Choice(letter='B', marked=True))
+    """
+    plain = TEXT.sub(r"\1", text).strip()
+    marked = plain != text
+    if found := _CHOICE.fullmatch(plain):
+        letter = next(each for each in found.groups() if each)
+        return (
+            Choice(letter, marked or found[4] is None or len(plain) > 1)
+            if (letter != "e" and letter != "i") or marked
+            else None
+        )
+    if marked and (found := _CHOICE_AND_MORE.fullmatch(plain)):
+        return Choice(found[1] or found[2], True)
+    return None
+
+
+def read_special(text: str) -> Answer | None:
+    """Read the empty set, all real numbers, and infinity as words."""
+    plain = " ".join(TEXT.sub(r" \1 ", text).split()).lower()
+    if re.fullmatch(r"\\(?:emptyset|varnothing)|\\\{ ?\\\}|\{ ?\}|∅|\\O", text) or plain in _EMPTY:
+        return Listing((), True)
+    if plain in _ALL or re.fullmatch(r"(?:[a-z]\\in ?)?\\(?:mathbb|mathbf|Bbb) ?\{?R\}?", text):
+        return REALS
+    return None
+
+
+def read_words(text: str) -> Words | None:
+    """Read words: letters, perhaps with a date's or a name's numbers in them, and nothing of a formula."""
+    plain = " ".join(TEXT.sub(r" \1 ", text).split()).strip("\"'“”‘’")
+    if date := _date(plain):
+        return Words(date)
+    if not re.fullmatch(r"[^\W\d_](?:[^\W\d_]|['’. -](?=.))*", plain) or not re.search(r"[^\W\d_]{2}", plain):
+        return None
+    runs = re.findall(r"[A-Za-z]+", plain)
+    if all(_MATH_WORDS.fullmatch(run) or len(run) == 1 for run in runs) and plain == text:
+        return None  # as "pi" and "x or y"
+    if any(run in ("and", "or") for run in runs[1:-1]) and all(len(run) == 1 or run in ("and", "or") for run in runs):
+        return None
+    product = text if len(runs) == 1 and plain == text and len(text) <= 4 else ""
+    return Words(_simple(plain), product)
+
+
+def _date(text: str) -> str:
+    words = re.findall(r"[A-Za-z]+|[0-9]+", text)
+    month = next(
+        (n for n, name in enumerate(_MONTHS) for word in words if len(word) > 2 and name.startswith(word.lower())), None
+    )
+    numbers = [word for word in words if word.isdigit()]
+    rest = [word.lower() for word in words if word.isalpha()]
+    if month is None or not 1 <= len(numbers) <= 2:
+        return ""
+    known = {
+        "st",
+        "nd",
+        "rd",
+        "th",
+        "of",
+        "the",
+        "monday",
+        "tuesday",
+        "wednesday",
+        "thursday",
+        "friday",
+        "saturday",
+        "sunday",
+    }
+    if any(word not in known and not _MONTHS[month].startswith(word) for word in rest):
+        return ""
+    return f"date {month + 1} " + " ".join(sorted(number.lstrip("0") for number in numbers))
+
+
+def _simple(text: str) -> str:
+    words = re.sub(r"[-–.'’]", lambda found: " " if found[0] in "-–" else "", text.casefold()).split()
+    while len(words) > 1 and words[0] in ("the", "a", "an"):
+        words = words[1:]
+    return " ".join(words)
+
+
+def read_prose(text: str) -> Words | None:
+    """Read what has words in it and is no formula; so it equals the same words alone."""
+    plain = " ".join(TEXT.sub(r" \1 ", text).split())
+    if not re.search(r"(?<![\\A-Za-z])[A-Za-z]{2,}", plain) or re.search(r"\\(?:frac|sqrt)\b", text):
+        return None
+    runs = re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", plain)
+    return Words(_simple(plain)) if any(not _MATH_WORDS.fullmatch(run) for run in runs) else None
