@@ -130,7 +130,7 @@ def choice(task: Task, trace: Trace) -> Score:
     """
     choices = task.get("choices")
     letters = _LETTERS if choices is None else _LETTERS[: len(choices)]
-    right, found = _right(task), chosen_letter(trace.text, letters)
+    right, found = _right(task), chosen_letter(trace.answer, letters)
     return Score(float(found == right), "parse_fail" if found is None else "ok")
 
 

@@ -140,7 +140,7 @@ def constraints(task: Task, trace: Trace) -> Score:
             f"constraints: the task's constraints are {asked!r}; give a list of names, or of mappings from a name to "
             "its arguments"
         )
-    text, met = trace.text, list[tuple[str, bool]]()
+    text, met = trace.answer, list[tuple[str, bool]]()
     for each in asked:
         name, how = _read(each)
         try:

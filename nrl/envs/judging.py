@@ -96,7 +96,7 @@ def judge(
         return known[0]
 
     async def verify(task: Task, trace: Trace) -> Score:
-        if not trace.text.strip():
+        if not trace.answer.strip():
             return Score(0.0, components={"judge": low})
         model = known[0] if known else await asyncio.to_thread(chosen)
         told = rubric(task) if callable(rubric) else rubric
@@ -134,11 +134,11 @@ def _asked(task: Task, trace: Trace, rubric: str, low: float, high: float) -> li
         chat = all(isinstance(each, dict) for each in prompt)
         prompt = "\n\n".join(f"{each['role']}: {each['content']}" for each in prompt) if chat else ""
     # Of the answer itself, so that no answer can hold its own mark, and the same answer is judged in the same words
-    mark = hashlib.sha256(trace.text.encode(errors="replace")).hexdigest()[:16]
+    mark = hashlib.sha256(trace.answer.encode(errors="replace")).hexdigest()[:16]
     parts = [f"Question:\n{prompt}"] if prompt else []
     if "answer" in task:
         parts.append(f"A right answer:\n{task['answer']}")
-    parts.append(f"The answer to judge:\n{mark}\n{trace.text}\n{mark}")
+    parts.append(f"The answer to judge:\n{mark}\n{trace.answer}\n{mark}")
     return [
         {"role": "system", "content": _SHAPE.format(rubric=rubric, mark=mark, low=low, high=high)},
         {"role": "user", "content": "\n\n".join(parts)},

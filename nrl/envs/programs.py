@@ -122,7 +122,7 @@ def _verified(
     same: Callable[[str, str], bool],
 ) -> Score:
     tests = _tests(task)
-    program = last_block(trace.text)
+    program = last_block(trace.answer)
     if program is None or not program.strip():
         return Score(0.0, "parse_fail", {"passed": 0.0})
     calling = [each for each in tests if isinstance(each, str)]

@@ -99,7 +99,7 @@ def exact(task: Task, trace: Trace) -> float:
     (1.0, 0.0)
     """
     answer = answer_of("exact", task)
-    return float(trace.text.strip() == str(answer).strip())
+    return float(trace.reasoning_ended and trace.answer.strip() == str(answer).strip())
 
 
 def final_number(response: str) -> str | None:
@@ -180,7 +180,7 @@ def number_or_wrong(task: Task, trace: Trace) -> Score:
 
 
 def _score(trace: Trace, expected: Fraction | None) -> Score:
-    found = _final(trace.text)
+    found = _final(trace.answer)
     return Score(float(expected is not None and found == expected), "ok" if found is not None else "parse_fail")
 
 

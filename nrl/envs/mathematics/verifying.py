@@ -75,7 +75,7 @@ def math_verifier(
         reference = _reference(given)
         if reference is None:
             raise _unusable(given, "in which there is no answer")
-        answer = final_answer(trace.text)
+        answer = final_answer(trace.answer)
         if answer is None:
             return Score(0.0, "parse_fail")
         same = same_number(reference, answer)
