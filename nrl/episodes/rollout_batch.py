@@ -51,7 +51,8 @@ def rollout(
         template wrote their earlier turns in another way; ``episode_ids`` tells them. It has ``input_ids``,
         ``attention_mask``, ``loss_mask``, ``rollout_logprobs``, ``turns`` (the policy's, from 0; -1 where none was
         sampled), ``temperature``, ``rewards`` (NaN in failed rows), ``group_ids``, ``version``, ``valid``,
-        ``truncated``, ``reasoning_ended`` (of the last turn), ``sampled`` (how many tokens were sampled for a row, those beyond the context too), ``status``
+        ``truncated``, ``reasoning_ended`` (false where the last turn is cut within its reasoning), ``sampled`` (how
+        many tokens were sampled for a row, those beyond the context too), ``status``
         (its place among `nrl.envs.STATUSES`), where a reward is one number ``token_rewards`` (of each turn, at its last
         token), with ``source`` where tasks have one, of a sampler that streams ``asked_again``, of one that streams or
         a schedule that carries episodes on ``versions`` (of each token; -1 where it was not sampled), and of one that

@@ -11,7 +11,7 @@ import nrl
 from nrl import envs
 from nrl.envs import Trace, Turn, score_of
 from nrl.envs.games.moves import last_number
-from nrl.envs.gym.records import action_of, transcript, trace_of, turn_of
+from nrl.envs.gym.records import action_of, trace_of, transcript, turn_of
 from nrl.envs.replies import REASONING_MARKS, Reply, opening_mark, split_reasoning
 
 CHANNELS = "<|channel|>analysis<|message|>Perhaps 8.<|end|><|start|>assistant<|channel|>{}<|message|>It is 9."
