@@ -157,6 +157,9 @@ COLUMNS: dict[str, Column] = {
     "cut": Column("row", torch.bool, "cut writes it; true for episodes that were ended early.", False),
     "left_out": Column("row", torch.int64, "oversample writes it.", 0),
     "truncated": Column("row", torch.bool, "rollout writes it.", False),
+    "reasoning_ended": Column(
+        "row", torch.bool, "rollout writes it; false where the last turn's reasoning was not closed.", True
+    ),
     "source": Column("row", torch.int64, "Data writes it where task sources are mixed.", 0),
     "sampled": Column("row", torch.int64, "rollout writes it; how many tokens were sampled for a row."),
     "dropped": Column("row", torch.int64, "drop_uniform and fresh write it.", 0),

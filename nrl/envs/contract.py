@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeGuard, get_args
 
 import attrs
 
+from nrl.envs.replies import split_reasoning
 from nrl.errors import ArgumentError
 from nrl.log import error_text
 
@@ -131,14 +132,21 @@ class Turn(str):
             turn, since a `Request` cannot be answered, and the text says why.
         calls: of tools, in their order, where the environment has some (`nrl.envs.tools.ToolCall`).
         malformed: what began like a call and could not be read (`nrl.envs.tools.MalformedCall`).
-        reasoning: what stood between its markers, where the environment has tools; then it is not in the text.
+        reasoning: what stood between its marks; where the environment has tools, it is not in the text. None: it is
+            read in the text, as `nrl.envs.replies.split_reasoning` does.
         prompt_tokens: how many tokens it answers.
         prompt_ids: these; here and in what follows nothing, unless a `Request` asked for ``"ids"``.
         logprobs: of each sampled token, in nats.
+        reasoning_ended: whether the reasoning ended, also where there is none; False where the prompt opened reasoning
+            and no mark closes it. None: it is read in the text.
+        answer: the text without its reasoning; empty where that did not end. None: it is read in the text.
 
     >>> turn = Turn("4", token_ids=[19, 2], stop_reason="stop")
     >>> turn == "4", int(turn), turn.token_ids
     (True, 4, (19, 2))
+    >>> turn = Turn("<think>2 and 2 are 4.</think>4")
+    >>> turn.answer, turn.reasoning, turn.reasoning_ended
+    ('4', '2 and 2 are 4.', True)
     """
 
     token_ids: tuple[int, ...]
@@ -149,6 +157,8 @@ class Turn(str):
     prompt_tokens: int
     prompt_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+    reasoning_ended: bool
+    answer: str
 
     def __new__(
         cls,
@@ -157,15 +167,21 @@ class Turn(str):
         stop_reason: Literal["stop", "length", "refused"] = "stop",
         calls: Sequence[Any] = (),
         malformed: Sequence[Any] = (),
-        reasoning: str = "",
+        reasoning: str | None = None,
         prompt_tokens: int = 0,
         prompt_ids: Sequence[int] = (),
         logprobs: Sequence[float] = (),
+        reasoning_ended: bool | None = None,
+        answer: str | None = None,
     ) -> "Turn":
         """A turn of these."""
         made = super().__new__(cls, text)
         made.token_ids, made.stop_reason = tuple(token_ids), stop_reason
-        made.calls, made.malformed, made.reasoning = tuple(calls), tuple(malformed), reasoning
+        made.calls, made.malformed = tuple(calls), tuple(malformed)
+        read = split_reasoning(made.text, reasoning_open=reasoning_ended is False)
+        made.reasoning = read.reasoning if reasoning is None else reasoning
+        made.reasoning_ended = read.reasoning_ended if reasoning_ended is None else reasoning_ended
+        made.answer = answer if answer is not None else read.answer if made.reasoning_ended else ""
         made.prompt_tokens, made.prompt_ids, made.logprobs = prompt_tokens, tuple(prompt_ids), tuple(logprobs)
         return made
 
@@ -173,6 +189,17 @@ class Turn(str):
     def text(self) -> str:
         """The text alone."""
         return str.__str__(self)
+
+    @property
+    def beyond_text(self) -> dict[str, Any]:
+        """What `answer`, `reasoning` and `reasoning_ended` say beyond the text: arguments that make the same turn.
+
+        >>> Turn("<think>Easy.</think>4").beyond_text, Turn("4", reasoning="Easy.").beyond_text
+        ({}, {'reasoning': 'Easy.'})
+        """
+        read = Turn(self.text)
+        names = ("reasoning", "reasoning_ended", "answer")
+        return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(read, name)}
 
 
 def _turns(given: Sequence[str]) -> tuple[Turn, ...]:
@@ -193,9 +220,11 @@ class Trace:
         sampled: for each of these, whether the model sampled it; each sampled token is there once.
         truncated: whether a length limit ended the episode.
 
-    >>> trace = Trace("2+2=", ["4"])
-    >>> trace.text, len(trace.turns)
-    ('4', 1)
+    >>> trace = Trace("2+2=", ["<think>2 and 2 are 4.</think>4"])
+    >>> trace.answer, trace.reasoning, trace.reasoning_ended, len(trace.turns)
+    ('4', '2 and 2 are 4.', True, 1)
+    >>> Trace("2+2=", ["<think>Perhaps 4, but"]).answer
+    ''
     """
 
     prompt: Prompt | Request = ""
@@ -207,8 +236,23 @@ class Trace:
 
     @property
     def text(self) -> str:
-        """The last answer; empty, if the model wrote nothing."""
+        """The text of the last turn; empty, if the model wrote nothing. Verifiers read `answer`."""
         return self.turns[-1].text if self.turns else ""
+
+    @property
+    def answer(self) -> str:
+        """The text of the last turn without its reasoning; empty where the reasoning did not end."""
+        return self.turns[-1].answer if self.turns else ""
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning of the last turn, without its marks."""
+        return self.turns[-1].reasoning if self.turns else ""
+
+    @property
+    def reasoning_ended(self) -> bool:
+        """Whether the last turn's reasoning ended; True where it has none."""
+        return self.turns[-1].reasoning_ended if self.turns else True
 
 
 type Verifier = Callable[[Task, Trace], Verdict | Awaitable[Verdict]]

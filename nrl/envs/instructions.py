@@ -41,12 +41,53 @@ def _text(given: Any) -> str:
 
 
 def _words(text: str) -> list[str]:
-    """Runs of letters and digits; a line to be filled in, such as ``___``, is no word."""
-    return [each for each in re.findall(r"\w+(?:['\u2019-]\w+)*", text) if each.strip("_'\u2019-")]
+    """Split a text into runs of letters and digits. A number such as ``3.14`` is a word, ``___`` is none."""
+    words = re.findall(r"\w+(?:(?:['\u2019-]|(?<=\d)[.,:](?=\d))\w+)*", text)
+    return [word for word in words if word.strip("_'\u2019-")]
+
+
+_TITLES = frozenset({"dr", "mr", "mrs", "ms", "prof", "rev", "hon", "capt", "col", "gen", "lt", "sgt", "rep", "sen"})
+_TITLES |= {"st", "mt", "vs", "e.g", "i.e", "cf", "fig", "no", "nos", "vol", "approx", "ca"}
+_ABBREVIATIONS = frozenset({"etc", "al", "a.m", "p.m", "a.d", "b.c", "inc", "ltd", "co", "corp", "dept", "jr", "sr"})
+_ABBREVIATIONS |= {"est", "ave", "blvd", "ph.d", "u.s", "u.k", "u.n"}
+_STOP = re.compile(
+    r"(?P<marks>[.!?\u2026]+)(?P<close>[\"')\]\u201d\u2019\u00bb]*)(?=\s)\s*"
+    r"|[\u3002\uff01\uff1f]+[\u300d\u300f\u201d]*|\n+"
+)
+_LAST_WORD = re.compile(r"[\w.]+\Z")
 
 
 def _sentences(text: str) -> list[str]:
-    return [each for each in re.split(r"(?<=[.!?])[\"')\]]*\s+|\n+", text.strip()) if _words(each)]
+    """Split a text into sentences: at stops and line ends, but not behind abbreviations, initials or an ellipsis.
+
+    ``etc.``, ``p.m.`` and an ellipsis end a sentence where a capital letter follows; so does a quotation's own stop,
+    in a text that has capital letters.
+    """
+    text, start, found = text.strip(), 0, list[str]()
+    has_capitals = text != text.lower()
+    for stop in _STOP.finditer(text):
+        marks, close = stop["marks"], stop["close"]
+        goes_on = text[stop.end() : stop.end() + 1].islower()
+        if marks == "." and not close:
+            last_word = _LAST_WORD.search(text[max(start, stop.start() - 20) : stop.start()])
+            word = last_word[0] if last_word else ""
+            abbreviated = word.lower() in _TITLES or (goes_on and word.lower() in _ABBREVIATIONS)
+            if abbreviated or _is_initial(text, stop, word):
+                continue
+        elif marks is not None and goes_on and (has_capitals if close else set(marks) <= {".", "\u2026"}):
+            continue
+        found.append(text[start : stop.end()])
+        start = stop.end()
+    return [sentence for sentence in [*found, text[start:]] if _words(sentence)]
+
+
+def _is_initial(text: str, stop: re.Match[str], word: str) -> bool:
+    """Whether a stop follows an initial, as in ``J. K. Rowling``, and not a last letter, as in ``Take plan B. Go.``."""
+    letter = word.rpartition(".")[2]
+    if len(letter) != 1 or not letter.isupper() or letter == "I":
+        return False
+    before = text[max(0, stop.start() - 40) : stop.start() - len(word)].split()
+    return not before or before[-1][:1].isupper() or before[-1][-1:] in ".!?"
 
 
 def _holds(text: str, word: str) -> int:
@@ -82,9 +123,14 @@ def _paragraphs(text: str) -> int:
     return count
 
 
+_QUOTES = {'"': '"', "\u201c": "\u201d", "\u201e": "\u201c\u201d", "\u00ab": "\u00bb", "\u00bb": "\u00ab"}
+_QUOTES |= {"\u300c": "\u300d", "\u300e": "\u300f", "\uff02": "\uff02"}
+_COMMAS = frozenset(",\uff0c\u3001\u060c\ufe50\ufe51\uff64")
+
+
 def _is_quoted(text: str) -> bool:
     text = text.strip()
-    return len(text) > 2 and text[0] == text[-1] == '"'
+    return len(text) > 2 and text[-1] in _QUOTES.get(text[0], "")
 
 
 CONSTRAINTS: dict[str, Callable[..., bool]] = {
@@ -99,9 +145,9 @@ CONSTRAINTS: dict[str, Callable[..., bool]] = {
     "letter": lambda text, letter, **how: _between(text.lower().count(_text(letter).lower()), **how),
     "begins": lambda text, with_: text.lstrip().startswith(_text(with_)),
     "ends": lambda text, with_: text.rstrip().endswith(_text(with_)),
-    "lowercase": lambda text: text == text.lower() and text != text.upper(),
-    "uppercase": lambda text: text == text.upper() and text != text.lower(),
-    "no_commas": lambda text: bool(_words(text)) and "," not in text,
+    "lowercase": lambda text: text == text.lower(),
+    "uppercase": lambda text: text == text.upper(),
+    "no_commas": lambda text: bool(_words(text)) and _COMMAS.isdisjoint(text),
     "quoted": _is_quoted,
     "titled": lambda text: bool(re.search(r"<<[^<>\n]+>>", text)),
     "placeholders": lambda text, **how: _between(len(re.findall(r"\[[^\[\]\n]+\]", text)), **how),
@@ -140,7 +186,7 @@ def constraints(task: Task, trace: Trace) -> Score:
             f"constraints: the task's constraints are {asked!r}; give a list of names, or of mappings from a name to "
             "its arguments"
         )
-    text, met = trace.text, list[tuple[str, bool]]()
+    text, met = trace.answer, list[tuple[str, bool]]()
     for each in asked:
         name, how = _read(each)
         try:

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import json
 import re
 import threading
 from collections.abc import Callable, Coroutine
@@ -10,6 +11,7 @@ from typing import Any
 
 from nrl.arguments import checked
 from nrl.envs.contract import FailedScore, Score, Task, Trace
+from nrl.envs.replies import split_reasoning
 from nrl.errors import ArgumentError, EnvError
 from nrl.runtime.threads import beside
 
@@ -18,7 +20,18 @@ __all__ = ["RUBRIC", "judge"]
 RUBRIC = "You judge answers to questions. A good answer is correct, complete, and no longer than the question needs."
 """What the judge is told by default."""
 
-_LINE = re.compile(r"^[\s*_`>#]*SCORE:[\s*_`]*(-?\d+(?:\.\d+)?)(?:\s*/\s*(\d+(?:\.\d+)?))?[\s*_`.]*$", re.IGNORECASE)
+_NUMBER = r"(-?\d+(?:\.\d+)?)"
+_OF = rf"\s*(?:/|\bout\s+of\b)\s*{_NUMBER}"
+_NAMED = r"(?:(?:my|the|final|overall|total)\s+){0,3}(?:score|rating|grade|verdict)\b[\s*_`\"']{0,8}(?:[:=]|\bis\b)?"
+_LINE = re.compile(
+    rf"[\s*_`>#\"']{{0,16}}(?P<name>{_NAMED})?[\s*_`\"'\[]{{0,8}}{_NUMBER}[\]*_`]{{0,8}}(?:{_OF})?"
+    r"(?:\s+points?)?[\s*_`.\"'\]]{0,16}",
+    re.IGNORECASE,
+)
+_OUT_OF = re.compile(rf"(?<![\w./-]){_NUMBER}{_OF}(?![\w/])", re.IGNORECASE)
+_FENCED = re.compile(r"```\w*[ \t]*\n(.*?)\n?[ \t]*```\s*\Z", re.DOTALL)
+_OBJECT = re.compile(r"\{[^{}]*\}\s*\Z")
+_KEYS = ("score", "rating", "grade", "final_score", "overall_score")
 
 _SHAPE = """{rubric}
 
@@ -47,9 +60,11 @@ def judge(
     r"""A verifier whose reward is what a language model says about the answer, greedily, from 0 to 1.
 
     The judge sees the rubric, the question, the right answer if the task has an ``"answer"``, and the last answer of
-    the trace between marks that the answer cannot know. Of its reply the last line counts. A reply without a score,
-    with one out of range or out of another best (``9/100``), or that ``max_tokens`` cut off, says nothing about the
-    policy: its status is ``"infra_error"``, and the row is not trained on. An empty answer gets 0 without a question.
+    the trace, without its reasoning, between marks that the answer cannot know. Of its reply the last line counts, or
+    an object of JSON with a ``"score"``, also in a fenced block: ``SCORE: 8``, ``8/10``, "I give it 8 out of 10.",
+    ``{"score": 8}``. A reply without a score, with one out of range or out of another best (``9/100``), or that
+    ``max_tokens`` cut off, says nothing about the policy: its status is ``"infra_error"``, and the row is not trained
+    on. An empty answer gets 0 without a question.
 
     Args:
         url: of the server, with or without ``/v1``.
@@ -96,7 +111,7 @@ def judge(
         return known[0]
 
     async def verify(task: Task, trace: Trace) -> Score:
-        if not trace.text.strip():
+        if not trace.answer.strip():
             return Score(0.0, components={"judge": low})
         model = known[0] if known else await asyncio.to_thread(chosen)
         told = rubric(task) if callable(rubric) else rubric
@@ -134,11 +149,11 @@ def _asked(task: Task, trace: Trace, rubric: str, low: float, high: float) -> li
         chat = all(isinstance(each, dict) for each in prompt)
         prompt = "\n\n".join(f"{each['role']}: {each['content']}" for each in prompt) if chat else ""
     # Of the answer itself, so that no answer can hold its own mark, and the same answer is judged in the same words
-    mark = hashlib.sha256(trace.text.encode(errors="replace")).hexdigest()[:16]
+    mark = hashlib.sha256(trace.answer.encode(errors="replace")).hexdigest()[:16]
     parts = [f"Question:\n{prompt}"] if prompt else []
     if "answer" in task:
         parts.append(f"A right answer:\n{task['answer']}")
-    parts.append(f"The answer to judge:\n{mark}\n{trace.text}\n{mark}")
+    parts.append(f"The answer to judge:\n{mark}\n{trace.answer}\n{mark}")
     return [
         {"role": "system", "content": _SHAPE.format(rubric=rubric, mark=mark, low=low, high=high)},
         {"role": "user", "content": "\n\n".join(parts)},
@@ -146,11 +161,40 @@ def _asked(task: Task, trace: Trace, rubric: str, low: float, high: float) -> li
 
 
 def _score(reply: str, low: float, high: float) -> float | None:
-    """The number of the last line, if it is a score in the range, and out of its best where it says out of what."""
+    """Read the score that a reply ends with; None: it has none in the range, or one out of another best.
+
+    The reply, or the fenced block at its end, ends with an object of JSON that has a ``"score"``, or with a line that
+    is a score: ``SCORE: 8``, ``8/10``, or a sentence with a single "8 out of 10". A number alone counts if it is all.
+    """
+    reply = split_reasoning(reply).answer.strip()
+    if fenced := _FENCED.search(reply):
+        reply = fenced[1].strip()
+    if (last := _OBJECT.search(reply)) and (verdict := _score_of_object(last[0])) is not None:
+        reply = f"SCORE: {verdict}"
     lines = [line for line in reply.splitlines() if line.strip()]
-    found = _LINE.match(lines[-1]) if lines else None
-    if found is None or not low <= float(found[1]) <= high:
+    if not lines:
         return None
-    if found[2] is not None and float(found[2]) != high:
+    found: Any = _LINE.fullmatch(lines[-1])
+    if found is not None:
+        number, best = found[2], found[3]
+        if found["name"] is None and best is None and len(lines) > 1:
+            return None
+    else:
+        pairs = _OUT_OF.findall(lines[-1])
+        if len(pairs) != 1:
+            return None
+        number, best = pairs[0]
+    if best is not None and float(best) != high:
         return None
-    return float(found[1])
+    return float(number) if low <= float(number) <= high else None
+
+
+def _score_of_object(text: str) -> str | None:
+    """The score of an object of JSON, as text; None: it is no JSON, or does not have one score."""
+    try:
+        fields = {str(key).lower(): value for key, value in json.loads(text).items()}
+    except (ValueError, RecursionError):
+        return None
+    values = [fields[key] for key in _KEYS if key in fields]
+    usable = len(values) == 1 and isinstance(values[0], int | float | str) and not isinstance(values[0], bool)
+    return str(values[0]) if usable else None

@@ -318,7 +318,8 @@ def _said_in(asked: Mapping[str, Any]) -> tuple[list[records.Action], list[Any],
             seen[-1].append({"role": message["role"], **known, "content": message["content"]})
         last = message["role"]
     if turns and response.get("incomplete_details"):
-        turns[-1] = msgspec.structs.replace(turns[-1], stop_reason="length")
+        ended = None if turns[-1].text or not turns[-1].reasoning else False  # cut before the answer began
+        turns[-1] = msgspec.structs.replace(turns[-1], stop_reason="length", reasoning_ended=ended)
     return turns, seen, last == "assistant"
 
 
@@ -329,7 +330,7 @@ def _turn(message: Mapping[str, Any]) -> records.Action:
             read.append(records.Called(each["name"], each["arguments"]))
         else:
             unread.append(records.Unread(str(each["arguments"]), "its arguments are no JSON object"))
-    return records.Action(message["content"], calls=read, malformed=unread, reasoning=message.get("reasoning", ""))
+    return records.Action(message["content"], calls=read, malformed=unread, reasoning=message.get("reasoning") or None)
 
 
 def _sum(verdicts: Sequence[records.Judged]) -> tuple[float, dict[str, float]]:

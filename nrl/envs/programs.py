@@ -1,11 +1,11 @@
 """`code`: a verifier that runs the program of an answer against a task's tests, in a sandbox."""
 
+import hashlib
 import json
 import os
-import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,35 +13,30 @@ from typing import Any
 import attrs
 
 from nrl.envs.contract import Score, Task, Trace, Verifier
+from nrl.envs.program_blocks import program_of
+from nrl.envs.program_tests import (
+    Test,
+    fault_of_names,
+    fault_of_text,
+    names_of,
+    read_tests,
+    same_lines,
+    shown,
+    solutions_of,
+)
 from nrl.envs.sandbox import Channel, Limits, Sandbox, bubblewrap
 from nrl.errors import EnvError
 
-__all__ = ["all_passed", "code", "last_block", "same_lines"]
+__all__ = ["all_passed", "code"]
 
-_CALLS = Path(__file__).parent / "inside" / "calls.py"
+_INSIDE = {
+    f"inside/{name}.py": (Path(__file__).parent / "inside" / f"{name}.py").read_bytes()
+    for name in ("assertions", "calls", "values")
+}
 _SLOTS = threading.BoundedSemaphore(os.cpu_count() or 1)  # more at once would take each other's time
-_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})([^`]*)")
 _GRACE = 10.0  # seconds for the interpreter of a test to start
+_KEPT = 10_000  # tasks whose solutions are known to pass, or not to
 _LINE = 16 << 20  # bytes of a call or an answer, unless limits.output is more
-
-
-def last_block(text: str) -> str | None:
-    """The last fenced block of a text; None, if there is none that is closed.
-
-    >>> last_block("First\\n```python\\nx = 1\\n```\\nand then\\n```\\nx = 2\\n```\\n")
-    'x = 2\\n'
-    """
-    found, opened, block = None, "", list[str]()
-    for line in text.splitlines(keepends=True):
-        fence = _FENCE.fullmatch(line.rstrip())
-        if not opened:
-            if fence:
-                opened, block = fence[1], []
-        elif fence and fence[1].startswith(opened) and not fence[2].strip():
-            found, opened = "".join(block), ""
-        else:
-            block.append(line)
-    return found
 
 
 def all_passed(passed: Sequence[bool]) -> float:
@@ -53,19 +48,6 @@ def all_passed(passed: Sequence[bool]) -> float:
     return float(all(passed))
 
 
-def same_lines(found: str, wanted: str) -> bool:
-    """Whether two outputs have the same lines, apart from spaces at their ends and empty lines at the end of all.
-
-    >>> same_lines("1 2 \\n\\n", "1 2")
-    True
-    """
-
-    def lines(text: str) -> list[str]:
-        return [line.rstrip() for line in text.rstrip().split("\n")]
-
-    return lines(found) == lines(wanted)
-
-
 def code(
     sandbox: Sandbox | None = None,
     *,
@@ -73,17 +55,24 @@ def code(
     reward: Callable[[Sequence[bool]], float] = all_passed,
     same: Callable[[str, str], bool] = same_lines,
 ) -> Verifier:
-    """A verifier that runs the last fenced block of an answer, as Python, against the tests of its task.
+    """A verifier that runs the program of an answer, its last block of Python, against the tests of its task.
 
     ``task["tests"]`` is a list of tests of two kinds. ``{"stdin": ..., "stdout": ...}``: the program is run with this
-    input, ends with status 0, and writes this output. A text is Python that calls functions of the program and raises
-    unless it likes what they return, such as ``"assert add(1, 2) == 3"``. It runs in a sandbox of its own; arguments
-    and results are data (numbers, texts, bytes, lists, tuples, sets, dictionaries, None) and travel as such. So what is
-    expected is nowhere that the program could read it, and what compares is nowhere that the program could change it.
+    input, ends with status 0, and writes this output. ``input`` and ``output`` are other names for these; numbers and
+    lists of lines will do, and without an input it is empty. A text is Python that calls functions of the program and
+    raises unless it likes what they return, such as ``"assert add(1, 2) == 3"``; also ``def test_...()``, and classes
+    of unittest. The program may be a ``class Solution`` with these functions as methods, and need not import
+    ``typing``.
+
+    It runs in a sandbox of its own; arguments and results are data (numbers, texts, bytes, containers, dates, None) and
+    travel as such, and the test calls methods of other objects from afar. So what is expected is nowhere that the
+    program could read it, and what compares is nowhere that the program could change it. In what a test asserts,
+    ``found == expected`` holds for floats with nine equal digits, and for a tuple where a list is expected.
 
     A program that takes too long, ends early or crashes fails that test, and so does one whose answer to a call, with
     the arguments, has more than 16 MiB as JSON (``limits.output``, where that is more). This never makes the row
-    invalid.
+    invalid. A test that no program can pass does: one with a mistake, one that imports what the sandbox does not have,
+    and, where the task has a ``"solution"``, one that this does not pass. ``check_task`` finds it before the run.
 
     Args:
         sandbox: runs programs and tests; None: `nrl.envs.bubblewrap`.
@@ -94,67 +83,90 @@ def code(
     Returns:
         A verifier, whose `nrl.envs.Score` has the component ``passed``, the share of tests that passed. Its status is
         ``"parse_fail"`` where the answer has no block of code. It has no timeout of its own (``timeout=None``), since
-        each test has one. As many answers as there are processors are verified at once, and the others wait.
+        each test has one. As many answers as there are processors are verified at once, and the others wait. Its
+        ``check_task(task)`` returns why a task cannot be used, or None.
 
     Raises:
-        EnvError: there is no sandbox; when called, it failed, or the task has no tests, or one that is no test.
+        EnvError: there is no sandbox; when called, it failed, or the task has no tests, or one that no program can
+            pass.
 
     >>> verify = code()
     >>> answer = "```python\\ndef add(a, b):\\n    return a + b\\n```"
     >>> verify({"tests": ["assert add(1, 2) == 3", "assert add([1], []) == [2]"]}, Trace("Add.", [answer]))
     Score(reward=0.0, status='ok', components={'passed': 0.5})
     """
-    where, most = sandbox or bubblewrap(), limits or Limits()
+    where, most, faults = sandbox or bubblewrap(), limits or Limits(), dict[str, str]()
+
+    def fault_of_solution(task: Task, tests: Sequence[Test]) -> str:
+        """Which test the task's own solution does not pass; empty: it passes all, or there is none."""
+        solutions = solutions_of(task)
+        if not solutions:
+            return ""
+        key = hashlib.sha256(repr((solutions, tests)).encode(errors="replace")).hexdigest()
+        if key not in faults:
+            passed = [_passed(program, tests, where, most, same) for program in solutions]
+            failed = [number for number, each in enumerate(zip(*passed, strict=True)) if not any(each)]
+            named = f"test {failed[0]} of the task, {shown(tests[failed[0]])}, is not passed by" if failed else ""
+            if len(faults) >= _KEPT:
+                faults.pop(next(iter(faults)), None)
+            faults[key] = named and f"{named} the task's own solution; mend the test or the solution, or leave it out"
+        return faults[key]
+
+    def check_task(task: Task) -> str | None:
+        """Return why no program can pass the task's tests, or None."""
+        try:
+            tests = read_tests(task)
+            for number, test in enumerate(tests):
+                check_test(number, test, fault_of_names(test, task) if isinstance(test, str) else "")
+            unmet = fault_of_solution(task, tests)
+            return f"code: {unmet}" if unmet else None
+        except EnvError as error:
+            return str(error)
+
+    def check_test(number: int, test: Test, fault: str = "") -> None:
+        if isinstance(test, str) and (fault := fault_of_text(test) or fault):
+            raise EnvError(f"code: test {number} of the task is none: {fault}; it is {shown(test)}")
 
     def verify(task: Task, trace: Trace) -> Score:
-        return _verified(task, trace, where, most, reward, same)
+        tests = read_tests(task)
+        for number, test in enumerate(tests):
+            check_test(number, test)
+        names = {name for test in tests if isinstance(test, str) for name in names_of(test)}
+        program = program_of(trace.answer, names, truncated=trace.truncated)
+        if program is None or not program.strip():
+            return Score(0.0, "parse_fail", {"passed": 0.0})
+        passed = _passed(program, tests, where, most, same)
+        if not all(passed):
+            if fault := fault_of_solution(task, tests):
+                raise EnvError(f"code: {fault}")
+            for number, test in enumerate(tests):
+                if isinstance(test, str) and not passed[number]:
+                    check_test(number, test, fault_of_names(test, task, program))
+        return Score(reward(passed), components={"passed": sum(passed) / len(passed)})
 
     verify.timeout = None  # type: ignore[attr-defined]
+    verify.check_task = check_task  # type: ignore[attr-defined]
     return verify
 
 
-def _verified(
-    task: Task,
-    trace: Trace,
-    sandbox: Sandbox,
-    limits: Limits,
-    reward: Callable[[Sequence[bool]], float],
-    same: Callable[[str, str], bool],
-) -> Score:
-    tests = _tests(task)
-    program = last_block(trace.text)
-    if program is None or not program.strip():
-        return Score(0.0, "parse_fail", {"passed": 0.0})
-    calling = [each for each in tests if isinstance(each, str)]
+def _passed(
+    program: str, tests: Sequence[Test], sandbox: Sandbox, limits: Limits, same: Callable[[str, str], bool]
+) -> list[bool]:
+    """Whether a program passes each test."""
     with _SLOTS:
-        called = iter(_calls(sandbox, program, calling, limits))
-        passed = [
-            next(called) if isinstance(each, str) else _prints(sandbox, program, each, limits, same) for each in tests
+        called = iter(_calls(sandbox, program, [test for test in tests if isinstance(test, str)], limits))
+        return [
+            next(called) if isinstance(test, str) else _prints(sandbox, program, *test, limits, same) for test in tests
         ]
-    return Score(reward(passed), components={"passed": sum(passed) / len(passed)})
-
-
-def _tests(task: Task) -> Sequence[str | Mapping[str, str]]:
-    tests = task.get("tests")
-    if not isinstance(tests, Sequence) or isinstance(tests, str) or not tests:
-        raise EnvError(f"code: the task's 'tests' are {tests!r}; give a list with a test at least")
-    for place, each in enumerate(tests):
-        pair = isinstance(each, Mapping) and all(isinstance(each.get(key), str) for key in ("stdin", "stdout"))
-        if not pair and not isinstance(each, str):
-            raise EnvError(
-                f"code: test {place} of the task is {each!r}; give {{'stdin': text, 'stdout': text}}, or Python that "
-                "calls the program, such as 'assert add(1, 2) == 3'"
-            )
-    return tests
 
 
 def _prints(
-    sandbox: Sandbox, program: str, test: Mapping[str, str], limits: Limits, same: Callable[[str, str], bool]
+    sandbox: Sandbox, program: str, stdin: str, wanted: str, limits: Limits, same: Callable[[str, str], bool]
 ) -> bool:
     """Whether a program writes what it should."""
-    files = {"main.py": program.encode(errors="replace")}
-    done = sandbox(["python", "main.py"], test["stdin"].encode(), files, limits)
-    return (done.status, done.code) == ("exited", 0) and same(done.stdout.decode(errors="replace"), test["stdout"])
+    files = {"main.py": program.encode(errors="replace"), **_INSIDE}
+    done = sandbox(["python", "-m", "inside.calls", "run"], stdin.encode(), files, limits)
+    return (done.status, done.code) == ("exited", 0) and same(done.stdout.decode(errors="replace"), wanted)
 
 
 # --- Tests that call: between a program and its tests, which are two processes.
@@ -221,7 +233,7 @@ class _Progress:
 
 def _calls(sandbox: Sandbox, program: str, tests: Sequence[str], limits: Limits) -> list[bool]:
     """Whether each test passes that calls the program's functions."""
-    progress, files = _Progress(tests), {"calls.py": _CALLS.read_bytes()}
+    progress = _Progress(tests)
     most = max(_LINE, limits.output)
     share = attrs.evolve(
         limits,
@@ -234,9 +246,9 @@ def _calls(sandbox: Sandbox, program: str, tests: Sequence[str], limits: Limits)
         with suppress(_Ended):
             while progress.left and not progress.hopeless:
                 sandbox(
-                    ["python", "calls.py", "serve"],
+                    ["python", "-m", "inside.calls", "serve"],
                     lambda other: _run(checker, _Lines(other, most), program, progress, limits.seconds),
-                    files,
+                    _INSIDE,
                     share,
                 )
                 if progress.asked:  # it has ended, or took too long
@@ -245,7 +257,7 @@ def _calls(sandbox: Sandbox, program: str, tests: Sequence[str], limits: Limits)
 
     while progress.left and not progress.hopeless:
         before = len(progress.passed)
-        done = sandbox(["python", "calls.py", "check"], with_tests, files, share)
+        done = sandbox(["python", "-m", "inside.calls", "check"], with_tests, _INSIDE, share)
         if progress.left and not progress.hopeless:
             if progress.called:  # the test ended by what the program returned
                 progress.told(False)

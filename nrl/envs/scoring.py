@@ -129,7 +129,7 @@ def scored_by(params: Params, tokenizer: Any, *, max_length: int | None = None) 
     async def verify(task: Task, trace: Trace) -> float:
         if "prompt" not in task:
             raise EnvError(f"scored_by: the task has no 'prompt', only {', '.join(map(repr, task)) or 'nothing'}")
-        row = _row(task, trace.text, tokenizer, literal, max_length)
+        row = _row(task, trace.answer, tokenizer, literal, max_length)
         loop = asyncio.get_running_loop()
         reward = await everybody.setdefault(loop, _Desk(rewards)).ask(row)
         if not math.isfinite(reward):

@@ -37,7 +37,7 @@ def textarena(*, game: str = "GuessTheNumber-v0", workers: int | None = None, ti
     def step(state: Any, turn: Turn) -> Step:
         played, generator = state
         random.setstate(generator)  # games draw from the global one, and other episodes are in this process
-        done, _ = played.step(action=str(turn))
+        done, _ = played.step(action=turn.answer)
         if not done:
             return Step((played, random.getstate()), done=False, observation=_seen(played))
         rewards, found = played.close()

@@ -10,15 +10,20 @@ Each has an extractor, by `extracts`, which takes the answer out of a response: 
    ``#### 2. Add up``) are no such marker;
 2. the last ``\boxed{...}``, which has to be closed and to hold one number: words, units and ``x =`` may stand around
    it, but no other number and no mathematics;
-3. the last thing in the text that looks like a number.
+3. the last answer that is said to be one and is nothing but a number: ``Answer: 7``, ``<answer>7</answer>``,
+   ``{"answer": 7}``, or a sentence ``The answer is 7.``, unless the text takes it back ("wait", "actually");
+4. the last thing in the text that looks like a number. A number that the text says it is not (``42 (not 43)``,
+   ``42 rather than 43``) is left out.
 
 **What a number is.** Digits with an optional sign (also the Unicode minus), decimals, thousands separators (``1,234``,
 ``1{,}234``, thin spaces), an exponent as in ``1.5e3``, simple fractions (``3/4``, ``\frac{3}{4}``, ``½``), mixed ones
-(``1 1/2``). Currency, percent signs, units and emphasis around it are left out, so ``42%`` is 42. What looks like
-a number and is not one (``1,2``, ``3-4``, ``6 * 7``, ``10:30``, ``9^9``, ``\sqrt{2}``) is no answer, rather than one of
-its parts; where it is the last, the response has no answer.
+(``1 1/2``), and such a number before ``hundred``, ``thousand``, ``million``, ``billion`` or ``trillion``. Currency,
+percent signs, units and emphasis around it are left out, so ``42%`` is 42. What looks like a number and is not one
+(``1,2``, ``3-4``, ``6 * 7``, ``10:30``, ``9^9``, ``\sqrt{2}``) is no answer, rather than one of its parts; where it is
+the last, the response has no answer.
 
-Numbers are compared as fractions, exactly. No expression is evaluated, and the time is linear in the text.
+Numbers are compared as fractions, exactly: ``1/3`` is not ``0.333``. No expression is evaluated, and the time is linear
+in the text.
 """
 
 import itertools
@@ -99,7 +104,7 @@ def exact(task: Task, trace: Trace) -> float:
     (1.0, 0.0)
     """
     answer = answer_of("exact", task)
-    return float(trace.text.strip() == str(answer).strip())
+    return float(trace.reasoning_ended and trace.answer.strip() == str(answer).strip())
 
 
 def final_number(response: str) -> str | None:
@@ -183,7 +188,7 @@ def _no_number(answer: Any) -> str:
 
 
 def _score(trace: Trace, expected: Fraction | None) -> Score:
-    found = _final(trace.text)
+    found = _final(trace.answer)
     return Score(float(expected is not None and found == expected), "ok" if found is not None else "parse_fail")
 
 
@@ -236,7 +241,7 @@ def _expected(answer: Any) -> Fraction | None:
 
 
 def _final(response: str) -> Fraction | None:
-    return next(itertools.chain(marked_number(response), _boxed(response), _last(response)), None)
+    return next(itertools.chain(marked_number(response), _boxed(response), _stated(response), _last(response)), None)
 
 
 # --- Where an answer may stand: each yields a number, or None for no number; or nothing if it is not there.
@@ -270,7 +275,7 @@ def marked_number(text: str) -> Iterator[Fraction | None]:
 def _only(line: str) -> Fraction | None:
     """The one number of the last side of equations that is a number; None: it has another one beside it."""
     for side in reversed(line.split("=")):
-        found = list(itertools.islice(_numerals(side), 2))
+        found = list(itertools.islice(_affirmed(side), 2))
         if len(found) > 1:
             return None
         if found and (value := _value(found[0])) is not None:
@@ -301,9 +306,52 @@ def _boxed(text: str) -> Iterator[Fraction | None]:
         yield None if box is None else only_number(box[2])
 
 
+_STATED = re.compile(
+    r"(?:^|[.!?] )[ \t>*_#-]{0,8}(?:(?:so|thus|hence|therefore),? )?(?:(?:the|my|final|correct|short) ){0,3}"
+    r"(?:(?<![A-Za-z])answer\b[*_]{0,4} ?(?:is ?)?[:=：]|(?<=the )(?:final |correct )?answer is\b)"
+    r"(?P<rest>[^\n]{0,200})"
+    r"|^[ \t*_]{0,8}答案(?:是|为|為)?[:：]?(?P<cjk>[^\n。]{0,200})"
+    r"|<answer>(?P<tag>[^<]{0,200})</answer>|\"(?:final_)?answer\" ?: ?\"?(?P<json>[^\",}\n]{0,200})",
+    re.IGNORECASE | re.MULTILINE,
+)
+_TAKEN_BACK = re.compile(r"\b(?:wait|actually|correction|mistake|instead|rather|recheck|sorry|oops)\b", re.IGNORECASE)
+_SENTENCE_END = re.compile(r"[.!?;](?=\s|\Z)")
+_NAME = re.compile(r"[A-Za-z]\w{0,9} ?[=≈]?")
+_DENIED = re.compile(
+    r"(?:\b(?:not|rather than|instead of)|n['\u2019]t)(?: (?:equal to|equal|exactly|be))?[ $€£¥₹*_({]{0,8}\Z",
+    re.IGNORECASE,
+)
+
+
+def _stated(text: str) -> Iterator[Fraction | None]:
+    """The number of the last statement of an answer that has one and nothing else than a unit."""
+    *_, stated = [None, *_STATED.finditer(text)]
+    if stated is None or not _HAS_NUMBER.search(stated[0]) or _TAKEN_BACK.search(text, stated.end()):
+        return
+    part = next(group for group in stated.groups() if group is not None)
+    if stated["rest"] is not None:
+        part = _SENTENCE_END.split(part, maxsplit=1)[0]
+    plain = _without_markup(part)
+    found = list(itertools.islice(_affirmed(plain), 2))
+    if len(found) != 1 or (value := _value(found[0])) is None:
+        return
+    before = plain[: found[0].start("run")].strip(" \t*_:\"'({[$€£¥₹+-")
+    if not before or _NAME.fullmatch(before):
+        yield value
+
+
+def _affirmed(plain: str) -> Iterator[re.Match[str]]:
+    """Everything that looks like a number, without those that the text says it is not."""
+    return (
+        numeral
+        for numeral in _numerals(plain)
+        if not _DENIED.search(plain[max(0, numeral.start("run") - 40) : numeral.start("run")].rstrip("+-"))
+    )
+
+
 def _last(text: str) -> Iterator[Fraction | None]:
     # Markup of a text without digits, such as a megabyte of dollars, takes the longest
-    *_, last = [None, *_numerals(_without_markup(text))] if _HAS_NUMBER.search(text) else [None]
+    *_, last = [None, *_affirmed(_without_markup(text))] if _HAS_NUMBER.search(text) else [None]
     if last is not None:
         yield _value(last)
 
@@ -357,6 +405,8 @@ _READABLE = re.compile(
     rf"(?:(?P<whole>[0-9]+) )?(?P<top>{_DECIMAL})(?:[eE](?P<exponent>[-+]?[0-9]{{1,3}}))?"
     rf"(?: ?/ ?(?P<bottom>{_DECIMAL}))?"
 )
+_SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_SCALE = re.compile(rf"[ {{}}-]{{0,4}}({'|'.join(_SCALES)})s?\b", re.IGNORECASE)
 _LONGEST = 1000  # characters; to read a longer numeral would take time that is quadratic in its length
 
 
@@ -397,4 +447,7 @@ def _value(numeral: re.Match[str]) -> Fraction | None:
         if bottom == 0 or (read["whole"] and value >= bottom):
             return None
         value = value / bottom + int(read["whole"] or 0)
+    end = numeral.end("run")
+    while scale := _SCALE.match(numeral.string, end):
+        value, end = value * _SCALES[scale[1].lower()], scale.end()
     return -value if numeral["sign"].count("-") == 1 else value

@@ -9,6 +9,7 @@ import attrs
 from nrl.backends.base import Completion
 from nrl.data.rendering import encode, templated
 from nrl.envs.contract import Prompt, Request, Turn
+from nrl.envs.replies import Reply, opening_mark, split_reasoning
 from nrl.envs.return_values import read_observation
 from nrl.envs.tools import Tool, parse, tool_format
 from nrl.episodes.bridges import Extension, Fork, Sampled, extend, in_common
@@ -106,7 +107,9 @@ class Conversation:
         if isinstance(self._prompt, Mapping):
             return self._goes_on(self._asked(self._prompt), [[]])[1].appended
         if not self._apart:
-            return render(self._prompt, self._tokenizer, max_tokens=self._max_tokens)
+            ids = render(self._prompt, self._tokenizer, max_tokens=self._max_tokens)
+            self._opened = self._opening(ids)
+            return ids
         asking = as_taken(self._rows[-1].messages, self._tokenizer, self._schemas)
         text = templated(asking, self._tokenizer, asking=True, tools=self._schemas)
         ids = encode(text, self._tokenizer, self._max_tokens)
@@ -115,8 +118,7 @@ class Conversation:
 
     def _opening(self, ids: Sequence[int]) -> str:
         """The mark within which the policy goes on, and the white space behind it, as some templates ask it to."""
-        found = re.search(r"(<think>|\[THINK\])\s*\Z", self._tokenizer.decode(ids[-16:]))
-        return found[0] if found else ""
+        return opening_mark(self._tokenizer.decode(ids[-16:]))
 
     def said(self, completion: Completion, row: Sequence[int]) -> Turn:
         """A turn of the policy, which ends a row of tokens, taken apart if there are tools."""
@@ -128,15 +130,29 @@ class Conversation:
         if self._apart:
             whole = self._tokenizer.decode(tokens)
             found = parse(whole, self._format, reasoning_open=bool(self._opened))
-            turn = Turn(found.text, tokens, reason, found.calls, found.malformed, found.reasoning, prompt, *of)
+            own = (found.calls, found.malformed, found.reasoning, prompt, *of)
+            turn = Turn(found.text, tokens, reason, *own, reasoning_ended=found.reasoning_ended)
         else:
-            turn = Turn(text, tokens, reason, prompt_tokens=prompt)
+            apart = self._reasoning_apart(text, tokens)
+            turn = Turn(text, tokens, reason, prompt_tokens=prompt, **apart)
         calling = _calling(turn, self._form, self._opened, whole) if turn.calls else None
         self._said.append(calling or {"role": "assistant", "content": text})
         if (of_row := self._rows[-1]).chat:
             of_row.turns.append(Sampled(len(of_row.messages), prompt, len(row)))
             of_row.messages.append(self._said[-1])
         return turn
+
+    def _reasoning_apart(self, text: str, tokens: list[int]) -> dict[str, Any]:
+        """Reasoning and answer of a turn, as arguments of `Turn`, as far as its text does not say them."""
+        if split_reasoning(text).reasoning:
+            return {}
+        whole = self._tokenizer.decode(tokens)  # marks may be special tokens, which the text lacks
+        found = split_reasoning(whole, reasoning_open=bool(self._opened))
+        if found.reasoning_ended and not found.reasoning:
+            return {}
+        special = [str(token) for token in self._tokenizer.added_tokens_decoder.values() if token.special]
+        found = Reply(*(_without(part, special) for part in found[:2]), found.reasoning_ended)
+        return found._asdict()
 
     def observed(self, observation: Any, rows: Sequence[Sequence[int]]) -> tuple[int, Extension]:
         """Which row the policy sees when it goes on, and how much of it, and the ids of what the environment answers.
@@ -175,6 +191,7 @@ class Conversation:
     def _appended(self, rows: Sequence[Sequence[int]], tokens: list[int]) -> tuple[int, Extension]:
         """Go on with tokens, which no message says."""
         self._rows = [*self._rows[:-1], attrs.evolve(self._rows[-1], chat=False)]
+        self._opened = self._opening(tokens)
         return len(rows) - 1, Extension(len(rows[-1]), tokens, None)
 
     def _goes_on(self, every: list[Any], rows: Sequence[Sequence[int]], of: int | None = None) -> tuple[int, Extension]:
@@ -216,6 +233,10 @@ def _format(tokenizer: Any, schemas: Any) -> str:
             f"not say how to call them ({found}); take a model whose template does, set tokenizer.chat_template, or, "
             "of the tiny model, tiny.model(tokenizer=tiny.bpe([...]))"
         ) from error
+
+
+def _without(text: str, special: Sequence[str]) -> str:
+    return re.sub("|".join(map(re.escape, special)), "", text).strip() if special else text
 
 
 def _calling(turn: Turn, form: Form, opened: str, whole: str) -> dict[str, Any] | None:

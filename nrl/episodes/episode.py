@@ -117,6 +117,11 @@ class Episode:
         return self.failure is None and not self.cut
 
     @property
+    def reasoning_ended(self) -> bool:
+        """Whether the last turn's reasoning ended; True where it has none."""
+        return self.turns[-1].reasoning_ended if self.turns else True
+
+    @property
     def trace(self) -> Trace:
         """What a verifier is given."""
         rows, turns, seen = self._parts(), tuple(self.turns), tuple(self.observations)

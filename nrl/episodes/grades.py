@@ -52,6 +52,9 @@ class Graded:
         fields: the task's other fields, as far as they are values of JSON.
         traces: where an environment has a verifier, what that was given of each episode: ``prompt``, ``turns`` and
             ``observations``. None: the sample says it all, or they are no values of JSON.
+        replies: of each sample the ``answer``, ``reasoning`` and ``reasoning_ended`` of its last turn, as far as its
+            text does not say them, such as where the prompt opened reasoning that was cut. None in place of the list:
+            all texts say them.
 
     >>> graded = Graded("1+1=", "2", ["2", "3"], [1.0, 0.0], ["2", "3"], [2, 2], [False, False])
     >>> Graded(**attrs.asdict(graded)) == graded
@@ -72,6 +75,7 @@ class Graded:
     failures: Sequence[Mapping[str, str] | None] | None = None
     fields: Mapping[str, Any] = attrs.field(factory=dict)
     traces: Sequence[Mapping[str, Any]] | None = None
+    replies: Sequence[Mapping[str, Any]] | None = None
 
 
 @checked("grade")
@@ -127,7 +131,7 @@ def grade(
         found = _played(batch, tasks, n, sampler.tokenizer)
         traces = [_traces(each) if getattr(verifier, "verifier", None) else None for each in episodes]
         return [
-            attrs.evolve(each, failures=failures_of(own), traces=seen)
+            attrs.evolve(each, failures=failures_of(own), traces=seen, replies=_replies(own))
             for each, own, seen in zip(found, episodes, traces, strict=True)
         ]
     if not callable(verifier):
@@ -149,12 +153,13 @@ def grade(
             task.get("answer"),
             texts,
             [given[row] for row in rows],
-            None if extract is None else [extract(text) for text in texts],
+            None if extract is None else [extract(each.trace.answer) for each in episodes[place]],
             [max(0, ends[row] - start) for row in rows],
             [truncated[row] for row in rows],
             _numbers(batch, rows),
             failures=failures_of(episodes[place]),
             fields=fields_of(task),
+            replies=_replies(episodes[place]),
         )
 
     return [graded(place, task) for place, task in enumerate(tasks)]
@@ -209,6 +214,11 @@ def _traces(episodes: Sequence[Episode]) -> list[dict[str, Any]] | None:
         for each in episodes
     ]
     return found if _plain(found) else None
+
+
+def _replies(episodes: Sequence[Episode]) -> list[dict[str, Any]] | None:
+    found = [each.turns[-1].beyond_text if each.turns else {} for each in episodes]
+    return found if any(found) else None
 
 
 def _plain(value: Any) -> bool:

@@ -64,7 +64,7 @@ def regrade(
             old,
             answer=task.get("answer"),
             rewards=[_float32(each.reward) if each.counts else None for each in some],
-            answers=None if extract is None else [extract(text) for text in old.samples],
+            answers=None if extract is None else [extract(each.trace.answer) for each in some],
             numbers=dict(sorted(numbers.items())),
             statuses=None if old.statuses is None else [each.status for each in some],
             failures=failures_of(some),
@@ -127,13 +127,16 @@ async def _judge(episodes: Sequence[Episode], verifier: Any, call: Caller, task:
 
 
 def _episode(task: Task, old: Graded, place: int) -> Episode:
+    reply: Any = old.replies[place] if old.replies else {}
     if old.traces:
         stored = old.traces[place]
-        turns, observations = [Turn(text) for text in stored["turns"]], list(stored["observations"])
+        turns = [Turn(text) for text in stored["turns"]]
+        turns[-1:] = [Turn(turn, **reply) for turn in turns[-1:]]
+        observations = list(stored["observations"])
         episode = Episode(prompt=stored["prompt"], turns=turns, observations=observations)
     else:
-        stop = "length" if old.truncated[place] else "stop"
-        turn = Turn(old.samples[place], stop_reason=stop)  # type: ignore[arg-type]
+        stop: Any = "length" if old.truncated[place] else "stop"
+        turn = Turn(old.samples[place], stop_reason=stop, **reply)
         episode = Episode(prompt=task.get("prompt", ""), turns=[turn])
     episode.truncated = old.truncated[place]
     if not is_asked_again(old, place):

@@ -19,6 +19,8 @@ from nrl.errors import DataError
 
 __all__ = ["batch_of", "played", "rollout"]
 
+_FEWEST, _NEARLY_ALL = 4, 0.9  # episodes of a batch, and the share of them whose reasoning did not end
+
 
 @checked("rollout")
 def rollout(
@@ -49,7 +51,8 @@ def rollout(
         template wrote their earlier turns in another way; ``episode_ids`` tells them. It has ``input_ids``,
         ``attention_mask``, ``loss_mask``, ``rollout_logprobs``, ``turns`` (the policy's, from 0; -1 where none was
         sampled), ``temperature``, ``rewards`` (NaN in failed rows), ``group_ids``, ``version``, ``valid``,
-        ``truncated``, ``sampled`` (how many tokens were sampled for a row, those beyond the context too), ``status``
+        ``truncated``, ``reasoning_ended`` (false where the last turn is cut within its reasoning), ``sampled`` (how
+        many tokens were sampled for a row, those beyond the context too), ``status``
         (its place among `nrl.envs.STATUSES`), where a reward is one number ``token_rewards`` (of each turn, at its last
         token), with ``source`` where tasks have one, of a sampler that streams ``asked_again``, of one that streams or
         a schedule that carries episodes on ``versions`` (of each token; -1 where it was not sampled), and of one that
@@ -104,10 +107,19 @@ def batch_of(
     schedule: Schedule,
     num_rewards: int | None = None,
 ) -> Batch:
-    """The rows of groups; a warning says why episodes failed, but for those that were cut. See `rows_of`."""
+    """Return the rows of groups (`rows_of`), and warn where episodes failed or ended within their reasoning."""
     batch = rows_of(groups, sampler, sampling, schedule, num_rewards)
     ended = [episode for group in groups for _, episode in group.ended]
     _warn([episode.failure for episode in ended if episode.failure and not episode.cut], len(ended))
+    answered = [episode for episode in ended if episode.turns and not episode.cut]
+    unfinished = sum(not episode.reasoning_ended for episode in answered)
+    if len(answered) >= _FEWEST and unfinished >= _NEARLY_ALL * len(answered):
+        # The text has no counts, so Python shows it once and not with every batch
+        warnings.warn(
+            "rollout: nearly all answers of a batch end within their reasoning, so there is nothing to verify; raise "
+            f"sampling.max_new_tokens, which is {(sampling or sampler.sampling).max_new_tokens}, or the context",
+            skip_file_prefixes=(str(Path(__file__).parents[1]),),
+        )
     return batch
 
 

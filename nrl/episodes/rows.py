@@ -122,6 +122,7 @@ def _rows(episodes: Sequence[Episode], version: int, temperature: float, several
         "sampled": torch.tensor([episode.drawn for episode in episodes]),
         "status": torch.tensor([STATUSES.index(episode.status) for episode in episodes]),
         "truncated": torch.tensor([episode.truncated for episode in episodes]),
+        "reasoning_ended": torch.tensor([episode.reasoning_ended for episode in episodes]),
         "forked": torch.tensor([FORKS.index(e.forked.reason if e.forked else "") for e in episodes]),
     }
     if not several:

@@ -23,7 +23,8 @@ def summary(batch: Batch) -> Metrics:
     - ``reward``: the mean over all valid rows that were sampled, including those dropped since; ``reward/max``: of the
       best row.
     - ``length``: the mean number of sampled tokens; ``length/max``: the largest.
-    - ``truncated``: the fraction of valid rows that hit a length limit.
+    - ``truncated``: the fraction of valid rows that hit a length limit; ``unfinished_reasoning``: of those whose last
+      turn ends within its reasoning, so that it has no answer, where there are some.
     - ``invalid``, ``dropped``: numbers of rows.
     - ``asked_again``: requests that were asked again because an engine died or its work was thrown away.
     - ``forks``: rows that episodes have beside their first ones, where there are some; ``forks/<reason>``: of each
@@ -71,6 +72,8 @@ def summary(batch: Batch) -> Metrics:
         "invalid": Sum((~every & first).sum() + failed),
         "dropped": Sum(dropped),
     }
+    if "reasoning_ended" in batch.keys() and bool((unfinished := ~batch["reasoning_ended"] & valid).any()):
+        metrics["unfinished_reasoning"] = Mean(unfinished.sum().float(), count.float())
     if "asked_again" in batch.keys():
         metrics["asked_again"] = Sum(batch["asked_again"].sum())
     if "sampled" in batch.keys():

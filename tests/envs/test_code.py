@@ -13,8 +13,9 @@ import pytest
 
 import nrl
 from nrl.envs import Interpreter, Score, Trace, Turn, code, python
-from nrl.envs.inside.calls import decode, encode
-from nrl.envs.programs import last_block, same_lines
+from nrl.envs.inside.values import decode, encode
+from nrl.envs.program_blocks import last_block
+from nrl.envs.program_tests import same_lines
 from nrl.envs.sandbox import Channel, Finished, Limits, bubblewrap
 from nrl.envs.tools import ToolCall, ToolError, call, tool, tool_use
 from nrl.errors import EnvError
@@ -300,12 +301,17 @@ def test_a_value_is_as_long_as_a_line_at_most() -> None:
         ("assert add(1, 2) == 3", "give a list with a test at least"),
         (None, "the task's 'tests' are None"),
         ([{"stdin": "1"}], "code: test 0 of the task is .*; give {'stdin': text, 'stdout': text}, or Python"),
-        (["assert 1 == 1"], "test 0 of those that call is none: it calls no function of the program, so it would pass"),
-        (["1 / 0"], "it raised before it called the program: ZeroDivisionError"),
-        ([TESTS[0], "assert add(1"], "test 1 of those that call is none: it raised before .*SyntaxError"),
-        (["assert add(print, 2)"], "it calls add with what is no data: builtin_function_or_method is no data"),
-        (["assert add.name"], "it reads add.name; a test can only call functions of the program, with data"),
-        (["import os; os._exit(0)"], r"test 0 of those that call ended before it called the program \(exited\)"),
+        (["assert 1 == 1"], "code: test 0 of the task is none: it calls no function of the program, so it would pass"),
+        (["1 / 0"], "test 0 of the task is none: it divides by 0; it is"),
+        (["[][0]\nadd(1, 2)"], "it raised before it called the program: IndexError"),
+        ([SQUARES[0], TESTS[0], "assert add(1"], "test 2 of the task is none: it is no Python: '[(]' was never closed"),
+        (["assert add(object(), 2)"], "it calls add with what is no data: object is no data"),
+        (["assert add(1, 2) == 3 / 0"], "test 0 of the task is none: it divides by 0"),
+        (["add(1, 2)\nimport nowhere"], "ModuleNotFoundError"),
+        (
+            ["import os; os._exit(0)\nadd(1, 2)"],
+            r"test 0 of those that call ended before it called the program \(exited\)",
+        ),
     ],
 )
 def test_a_test_that_is_none_is_an_error(tests: Any, message: str) -> None:

@@ -122,8 +122,8 @@ def test_a_call_in_reasoning_is_none(
     expected = Parsed("", reasoning.strip(), tuple(made.calls), ())
     assert parse(f"{opens}{reasoning}{closes}{made.whole}", format) == expected
     assert parse(f"{reasoning}{closes}{made.whole}", format, reasoning_open=True) == expected
-    assert parse(f"{opens}{reasoning}", format) == Parsed("", reasoning.strip(), (), ())
-    assert parse(reasoning, format, reasoning_open=True) == Parsed("", reasoning.strip(), (), ())
+    assert parse(f"{opens}{reasoning}", format) == Parsed("", reasoning.strip(), (), (), False)
+    assert parse(reasoning, format, reasoning_open=True) == Parsed("", reasoning.strip(), (), (), False)
 
 
 @settings(max_examples=300)
@@ -351,4 +351,4 @@ def test_the_other_formats_of_templates() -> None:
 
 def test_a_malformed_call_is_a_value() -> None:
     assert parse("<tool_call>", "hermes").malformed == (MalformedCall("<tool_call>", "it ends before its JSON begins"),)
-    assert json.dumps(parse(f"<tool_call>{OK}", "hermes")) == '["", "", [["f", {}, null]], []]'
+    assert json.dumps(parse(f"<tool_call>{OK}", "hermes")) == '["", "", [["f", {}, null]], [], true]'

@@ -7,7 +7,7 @@ import attrs
 
 from nrl.envs.contract import Task
 from nrl.envs.mathematics.answers import plain_number
-from nrl.envs.programs import last_block
+from nrl.envs.program_blocks import last_block
 from nrl.envs.verifiers import boxes
 from nrl.errors import ConfigError, DataError
 

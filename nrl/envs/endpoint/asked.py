@@ -163,7 +163,7 @@ def cut(turn: Turn, stop: Sequence[str]) -> Turn:
     if at is None:
         return turn
     own = (turn.calls, turn.malformed, turn.reasoning, turn.prompt_tokens, turn.prompt_ids, turn.logprobs)
-    return Turn(turn.text[:at], turn.token_ids, turn.stop_reason, *own)
+    return Turn(turn.text[:at], turn.token_ids, turn.stop_reason, *own, reasoning_ended=turn.reasoning_ended)
 
 
 def content_of(turn: Turn) -> str:

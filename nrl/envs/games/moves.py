@@ -4,7 +4,7 @@ import random
 import re
 from typing import Any
 
-from nrl.envs.contract import Prompt, Task
+from nrl.envs.contract import Prompt, Task, Turn
 from nrl.errors import ArgumentError, DataError, EnvError
 
 __all__ = ["asked", "check_amount", "check_integer", "last_number", "prompt_of", "said", "seeded"]
@@ -14,12 +14,13 @@ _NUMBER = re.compile(r"(?<![\w.,])[0-9]{1,3}(?!\w|[.,][0-9])", re.ASCII)
 
 
 def last_number(turn: str) -> int | None:
-    """The last number of one to three digits that stands alone in the end of a turn; None: there is none.
+    """Return the last number of one to three digits that stands alone at the end of a turn's answer; None: no number.
 
     >>> last_number("4 is taken, so I play 7."), last_number("A1"), last_number("3.5"), last_number("9" * 5000)
     (7, None, None, None)
     """
-    found = _NUMBER.findall(turn[-_READ:])
+    answer = (turn if isinstance(turn, Turn) else Turn(turn)).answer
+    found = _NUMBER.findall(answer[-_READ:])
     return int(found[-1]) if found else None
 
 

@@ -86,10 +86,12 @@ class Action(Struct, omit_defaults=True):
     stop_reason: Literal["stop", "length", "refused"] = "stop"
     calls: list[Called] = []
     malformed: list[Unread] = []
-    reasoning: Text = ""
+    reasoning: Text | None = None
     prompt_tokens: int = 0
     prompt_ids: list[int] = []
     logprobs: list[float] = []
+    reasoning_ended: bool | None = None
+    answer: Text | None = None
 
 
 class Transcript(Struct, omit_defaults=True):
@@ -308,19 +310,18 @@ def action_of(turn: str) -> Action:
         "prompt_ids": list(turn.prompt_ids),
         "logprobs": list(turn.logprobs),
     }
-    if not (turn.calls or turn.malformed or turn.reasoning):
+    beyond_text = turn.beyond_text
+    if not (turn.calls or turn.malformed or beyond_text):
         return Action(sendable(turn.text, "the turn"), list(turn.token_ids), turn.stop_reason, **sampled)
-    found = sendable(
-        [turn.text, turn.reasoning, list(map(list, turn.calls)), list(map(list, turn.malformed))], "a turn"
-    )
-    text, reasoning, calls, malformed = found
+    found = sendable([turn.text, list(map(list, turn.calls)), list(map(list, turn.malformed))], "a turn")
+    text, calls, malformed = found
     return Action(
         text,
         list(turn.token_ids),
         turn.stop_reason,
         [Called(*each) for each in calls],
         [Unread(*each) for each in malformed],
-        reasoning,
+        **{name: sendable(value, "a turn") for name, value in beyond_text.items()},
         **sampled,
     )
 
@@ -334,15 +335,16 @@ def turn_of(action: str | Action) -> Turn:
         "prompt_ids": action.prompt_ids,
         "logprobs": action.logprobs,
     }
-    if not (action.calls or action.malformed or action.reasoning):
-        return Turn(str(action.text), action.token_ids, action.stop_reason, **sampled)
+    beyond_text: dict[str, Any] = {
+        "reasoning": None if action.reasoning is None else str(action.reasoning),
+        "reasoning_ended": action.reasoning_ended,
+        "answer": None if action.answer is None else str(action.answer),
+    }
     calls = [
         ToolCall(str(each.name), each.arguments, None if each.id is None else str(each.id)) for each in action.calls
     ]
     malformed = [MalformedCall(str(each.text), str(each.reason)) for each in action.malformed]
-    return Turn(
-        str(action.text), action.token_ids, action.stop_reason, calls, malformed, str(action.reasoning), **sampled
-    )
+    return Turn(str(action.text), action.token_ids, action.stop_reason, calls, malformed, **beyond_text, **sampled)
 
 
 def transcript(trace: Trace) -> Transcript:

@@ -107,7 +107,7 @@ def math_verifier(
         plain = reference is not None and plain_number(reference) is not None
         if reference is None or (not plain and (why := await fault_of(reference))):
             raise EnvError(f"math_verifier: {_fault(right, why or _empty(right))}; {_REMEDY}")
-        span = answer_span(trace.text)
+        span = answer_span(trace.answer)
         answer = None if span is None else tidy(span)
         if answer is None:
             return Score(0.0, "parse_fail")

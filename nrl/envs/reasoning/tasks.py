@@ -109,7 +109,7 @@ def reasoning_gym(
     @extracts(stated_answer)
     async def score(task: Task, trace: Trace) -> Score:
         source, number = _row(task)
-        reference, answer = task.get("answer"), stated_answer(trace.text)
+        reference, answer = task.get("answer"), stated_answer(trace.answer)
         if answer is not None and reference is not None and answer == str(reference).strip():
             return Score(1.0)
         if answer is None or len(answer) > LONGEST:

@@ -89,7 +89,7 @@ def short_answer(task: Task, trace: Trace) -> Score:
     Source: the evaluation of SQuAD 1.1, Rajpurkar et al., 2016 (1606.05250), but for numbers.
     """
     right = [_normal(each) for each in _right(task)]
-    found = _given(trace.text)
+    found = _given(trace.answer)
     if found is None:
         return Score(0.0, "parse_fail", {"f1": 0.0})
     return Score(float(found in right), components={"f1": max(_f1(found, each) for each in right)})

@@ -7,13 +7,14 @@ what begins like a call is a call, or it is reported as malformed, so that the m
 import re
 from typing import NamedTuple
 
+from nrl.envs.replies import REASONING_MARKS
 from nrl.envs.tools.formats import FORMATS, READERS, Format, Malformed, MalformedCall, ToolCall, is_bare_call
 from nrl.errors import ModelError
 
 __all__ = ["Parsed", "parse"]
 
-_THINK = {"<think>": "</think>", "[THINK]": "[/THINK]"}  # the second is Mistral's
-_MARKS = "|".join(map(re.escape, [*_THINK, *_THINK.values()]))
+_MARKS = "|".join(map(re.escape, [*REASONING_MARKS, *REASONING_MARKS.values()]))
+_CLOSINGS = re.compile("|".join(map(re.escape, REASONING_MARKS.values())))
 _NO_CALLS = Format(re.compile("(?!)"), re.compile("(?!)"), lambda text, stop: iter(()))
 _ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "</s>", "<｜end▁of▁sentence｜>")
 
@@ -26,15 +27,17 @@ class Parsed(NamedTuple):
         reasoning: what stood between its markers, likewise cut; an empty line joins several blocks.
         calls: in their order.
         malformed: what could not be read, in its order.
+        reasoning_ended: whether all reasoning was closed, also where there is none.
 
     >>> parse("<think>Easy.</think>Four.", "hermes")
-    Parsed(text='Four.', reasoning='Easy.', calls=(), malformed=())
+    Parsed(text='Four.', reasoning='Easy.', calls=(), malformed=(), reasoning_ended=True)
     """
 
     text: str
     reasoning: str
     calls: tuple[ToolCall, ...]
     malformed: tuple[MalformedCall, ...]
+    reasoning_ended: bool = True
 
 
 class _Opened(Exception):
@@ -84,28 +87,28 @@ def _scan(text: str, form: Format, opened: bool) -> Parsed:
     texts: list[str] = []
     thoughts: list[str] = []
     found: list[ToolCall | MalformedCall] = []
-    at, closes = 0, re.compile(r"</think>|\[/THINK\]") if opened else None
+    at, closes, ended = 0, _CLOSINGS if opened else None, True
     while True:
         if closes is not None:
             closed = closes.search(text, at)
             thoughts.append(text[at : closed.start() if closed else len(text)].strip())
-            at, closes = closed.end() if closed else len(text), None
+            at, closes, ended = closed.end() if closed else len(text), None, closed is not None
         stop = stops.search(text, at)
         texts.append(text[at : stop.start() if stop else len(text)])
         if stop is None:
             break
         if mark := stop["mark"]:
-            if mark not in _THINK and not opened:
+            if mark not in REASONING_MARKS and not opened:
                 raise _Opened
             at, opened = stop.end(), True
-            closes = re.compile(re.escape(_THINK[mark])) if mark in _THINK else None
+            closes = re.compile(re.escape(REASONING_MARKS[mark])) if mark in REASONING_MARKS else None
         elif stop[0] == "{" and not is_bare_call(text, stop.start(), texts):
             texts.append("{")
             at = stop.end()
         else:
             more, at = _read(text, stop, form)
             unread = [each.text for each in more if isinstance(each, MalformedCall)]
-            if not opened and any(mark in each for each in unread for mark in _THINK.values()):
+            if not opened and any(mark in each for each in unread for mark in REASONING_MARKS.values()):
                 raise _Opened
             found += more
     return Parsed(
@@ -113,6 +116,7 @@ def _scan(text: str, form: Format, opened: bool) -> Parsed:
         "\n\n".join(filter(None, thoughts)),
         tuple(each for each in found if isinstance(each, ToolCall)),
         tuple(each for each in found if isinstance(each, MalformedCall)),
+        ended,
     )
 
 

@@ -1,0 +1,183 @@
+"""The tests of a task for programs: how they are written, which of them no program can pass, and equal outputs."""
+
+import ast
+import decimal
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nrl.envs.contract import Task, text_of
+from nrl.envs.inside.assertions import unbound
+from nrl.envs.program_blocks import acts, parsed, program_of
+from nrl.errors import EnvError
+
+__all__ = ["Test", "fault_of_names", "fault_of_text", "names_of", "read_tests", "same_lines", "shown", "solutions_of"]
+
+_SHOWN = 200  # characters of a test in a message
+_SOLUTIONS = 4  # of a task that are tried, at most
+
+type Test = str | tuple[str, str]
+"""Python that calls; or an input and the output that is wanted."""
+
+
+def read_tests(task: Task) -> list[Test]:
+    """Return the tests of a task: its texts as they are, its inputs and outputs as pairs of texts.
+
+    Raises:
+        EnvError: there are none, or one is no test.
+
+    >>> read_tests({"tests": ["assert f(1) == 1", {"input": ["1", "2"], "output": 3}]})
+    ['assert f(1) == 1', ('1\\n2', '3')]
+    """
+    tests = task.get("tests")
+    if not isinstance(tests, Sequence) or isinstance(tests, str) or not tests:
+        raise EnvError(f"code: the task's 'tests' are {tests!r}; give a list with a test at least")
+    read = list[Test]()
+    for place, test in enumerate(tests):
+        if isinstance(test, str):
+            read.append(test)
+            continue
+        outputs = [test[name] for name in ("stdout", "output") if name in test] if isinstance(test, Mapping) else []
+        given = next((test[name] for name in ("stdin", "input") if name in test), "") if outputs else ""
+        pair = _text(given), _text(outputs[0]) if outputs else None
+        if pair[0] is None or pair[1] is None:
+            raise EnvError(
+                f"code: test {place} of the task is {shown(test)}; give {{'stdin': text, 'stdout': text}}, or Python "
+                "that calls the program, such as 'assert add(1, 2) == 3'"
+            )
+        read.append((pair[0].replace("\r\n", "\n"), pair[1].replace("\r\n", "\n")))
+    return read
+
+
+def _text(value: Any) -> str | None:
+    """An input or output as text: a number as Python writes it, a list as lines; None: it is neither."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    if isinstance(value, bool | int | float):
+        return str(value)
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        lines = [_text(line) for line in value if isinstance(line, str | bool | int | float)]
+        return "\n".join(line or "" for line in lines) if len(lines) == len(value) else None
+    return None
+
+
+def shown(test: Any) -> str:
+    """Return a test for a message, not longer than a line or two."""
+    text = repr(test)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def solutions_of(task: Task) -> list[str]:
+    """The programs that a task says to be right, as far as they are Python."""
+    given = next(
+        (task[name] for name in ("solution", "reference_solution", "reference", "solutions") if task.get(name)), []
+    )
+    texts = [given] if isinstance(given, str) else given if isinstance(given, list | tuple) else []
+    programs = [program_of(text) or text for text in texts[:_SOLUTIONS] if isinstance(text, str)]
+    return [program for program in programs if (tree := parsed(program)) is not None and acts(tree)]
+
+
+def names_of(test: str) -> set[str]:
+    """The names that a test reads and does not define."""
+    tree = parsed(test)
+    return set() if tree is None else unbound(tree)
+
+
+def fault_of_names(test: str, task: Task, program: str = "") -> str:
+    """Which name a test compares with that nobody defines; empty: none.
+
+    Neither the test nor the program defines it, and the prompt, if it is a text, does not say that it has to. What a
+    test calls is not looked at: the names of functions often stand in tests alone.
+    """
+    tree, prompt = parsed(test), text_of(task.get("prompt", ""))
+    if tree is None or not prompt:
+        return ""
+    compared = {
+        side.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Compare)
+        for side in (node.left, *node.comparators)
+        if isinstance(side, ast.Name)
+    }
+    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    for name in sorted((compared & unbound(tree)) - called):
+        if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", f"{prompt}\n{program}"):
+            return f"it compares with {name}, which neither it defines nor the prompt asks for"
+    return ""
+
+
+def fault_of_text(test: str) -> str:
+    """Why no program can pass a test, as far as its text says that; empty: it does not."""
+    try:
+        tree = ast.parse(test)
+    except (SyntaxError, ValueError, RecursionError) as error:
+        return f"it is no Python: {error}"
+    return _fault_of_tree(tree) or (
+        "" if unbound(tree) else "it calls no function of the program, so it would pass whatever that is"
+    )
+
+
+def _fault_of_tree(tree: Any) -> str:
+    """Why no program can pass a test, as far as its text says that; empty: it does not.
+
+    >>> import ast
+    >>> _fault_of_tree(ast.parse("assert f(1) == 1 / 0"))
+    'it divides by 0'
+    """
+    nodes = list(ast.walk(tree))
+    if any(isinstance(node, ast.Try | ast.With) for node in nodes):
+        return ""  # it may want the error
+    for node in nodes:
+        divides = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div | ast.FloorDiv | ast.Mod)
+        if divides:
+            left, right = (getattr(side, "value", None) for side in (node.left, node.right))  # type: ignore[attr-defined]
+            if isinstance(right, int | float) and not right and not isinstance(left, str | bytes):
+                return "it divides by 0"
+    return ""
+
+
+_TOLERANCE = 1e-6
+_DECIMALS = re.compile(r"(?<![\w.])[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?(?![\w.])", re.ASCII)
+_DIGITS = 400  # characters of a number that is compared as one, and not as text
+
+
+def same_lines(found: str, wanted: str) -> bool:
+    """Whether two outputs have the same lines, apart from spaces at their ends and empty lines at the end of all.
+
+    Numbers are the same if they differ by at most 1e-6, or 1e-6 of the expected one, and if one of them is written with
+    a point or an exponent: ``0.333333`` for ``0.333333333333``, ``1.0`` for ``1``. Integers have to be the same.
+
+    >>> same_lines("1 2 \\n\\n", "1 2"), same_lines("0.333333", "0.333333333333"), same_lines("1000001", "1000000")
+    (True, True, False)
+    """
+
+    def lines(text: str) -> list[str]:
+        return [line.rstrip() for line in text.rstrip().split("\n")]
+
+    ours, theirs = lines(found), lines(wanted)
+    return len(ours) == len(theirs) and all(map(_same_line, ours, theirs))
+
+
+def _same_line(found: str, wanted: str) -> bool:
+    if found == wanted:
+        return True
+    ours, theirs = _DECIMALS.findall(found), _DECIMALS.findall(wanted)
+    if not ours or len(ours) != len(theirs) or _DECIMALS.split(found) != _DECIMALS.split(wanted):
+        return False
+    return all(map(_same_number, ours, theirs))
+
+
+def _same_number(found: str, wanted: str) -> bool:
+    if found == wanted:
+        return True
+    if max(len(found), len(wanted)) > _DIGITS or not set(found + wanted) & set(".eE"):
+        return False
+    with decimal.localcontext(prec=2 * _DIGITS):
+        ours, theirs = decimal.Decimal(found), decimal.Decimal(wanted)
+        if max(abs(ours.adjusted()), abs(theirs.adjusted())) > _DIGITS:
+            return ours == theirs
+        if theirs == theirs.to_integral_value() and (ours == ours.to_integral_value() or not set(wanted) & set(".eE")):
+            limit = decimal.Decimal(0) if ours == ours.to_integral_value() else decimal.Decimal(_TOLERANCE)
+        else:
+            limit = decimal.Decimal(_TOLERANCE) * max(1, abs(theirs))
+        return abs(ours - theirs) <= limit
