@@ -66,7 +66,8 @@ class Config:
 
 
 def measured(cfg: Config, envs: Any, sampler: Sampler) -> float:  # the mean reward, on another draw of prompts
-    return nrl.finalize(nrl.measure(nrl.grade(sampler, envs.graded, envs.tasks(cfg.seed + 2).take(512))))["eval/reward"]
+    graded = nrl.grade(sampler, envs.graded, data.epoch(envs.tasks(cfg.seed + 2), 512))
+    return nrl.finalize(nrl.measure(graded))["eval/reward"]
 
 
 def main(cfg: Config) -> None:

@@ -72,6 +72,13 @@ def test_code_that_lies_with_a_model_runs_only_where_the_configuration_says_so(p
             module.main(module.Config(**given))
 
 
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_evaluation_takes_no_row_twice(path: Path) -> None:
+    """`take` begins the next epoch where a source has no more rows; `nrl.data.epoch` does not."""
+    calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    assert [call.lineno for call in calls if isinstance(call, ast.Attribute) and call.attr == "take"] == []
+
+
 def test_the_loop_of_grpo_has_at_most_25_lines() -> None:
     tree = ast.parse((ROOT / "examples" / "grpo.py").read_text())
     main = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main")

@@ -12,6 +12,7 @@ import numpy as np
 from nrl.arguments import checked
 from nrl.batch import Batch
 from nrl.data.checks import Tokenizer, exists, shown
+from nrl.data.fingerprints import RowHash, check_unchanged
 from nrl.data.formats import Format
 from nrl.data.prompts import tasks_of_row
 from nrl.data.rendering import render
@@ -27,6 +28,7 @@ from nrl.stream.cursors import derived
 __all__ = ["GENERATED", "Tasks", "epoch", "tasks"]
 
 _QUIET = 5.0  # seconds of reading between two lines about it
+_DRAWS = 64  # the fewest that `epoch` takes from a mixture at once: most may be of a source that has no more tasks
 
 GENERATED: dict[str, Callable[[int, int], Task]] = {"arithmetic": arithmetic.task, "reversal": reversal.task}
 """Tasks that are generated, by name."""
@@ -37,11 +39,12 @@ class Tasks(NamedTuple):
 
     Args:
         take: the next ``n`` tasks.
-        state: all that ``restore`` needs: the number of tasks taken.
+        state: all that ``restore`` needs: the number of tasks taken, and a fingerprint of the rows.
         restore: continue from a state.
         names: of the sources, by their number in ``source``.
         size: tasks in an epoch; None: there are no epochs.
         dropped: rows of the sources that are left out, by reason: ``"format"``, ``"max_tokens"``.
+        sizes: tasks in an epoch of each source, by its number; None: that source has no end.
 
     >>> tasks([{"prompt": "a"}, {"prompt": "b"}]).size
     2
@@ -53,6 +56,7 @@ class Tasks(NamedTuple):
     names: tuple[str, ...]
     size: int | None
     dropped: Mapping[str, int]
+    sizes: tuple[int | None, ...] = (None,)
 
 
 @checked("data.tasks")
@@ -78,7 +82,8 @@ def tasks(
             ``"openai/gsm8k/main:train"``, or mappings. Or tasks that are generated: by a pure function from the seed
             and a number from 0 on, or by ``"arithmetic"`` or ``"reversal"``, the functions of `nrl.envs.arithmetic` and
             `nrl.envs.reversal`. Their prompts stay as they are. An attribute ``many`` of the function is called with
-            several numbers in place of it, as where each task would be a request.
+            several numbers in place of it, as where each task would be a request. An attribute ``epoch_size`` is called
+            without arguments for the number of tasks after which they begin again; without it they have no end.
         seed: of the order; of the tasks themselves, where they are generated.
         format: see `rows`.
         template: see `rows`.
@@ -91,15 +96,15 @@ def tasks(
 
     Returns:
         A stream with ``take(n)``, ``state()`` and ``restore(state)``. Its state is the number of tasks taken, over all
-        epochs; restoring it presumes the same source and seed.
+        epochs, and the number of the source's rows with a hash over them. Restoring it presumes the same seed.
 
     Raises:
         DataError: as `rows` does; a negative seed; options for generated tasks; one of ``tokenizer`` and ``max_tokens``
-            without the other; or no row is short enough.
+            without the other; or no row is short enough. When restored: the source has other rows than before.
 
     >>> stream = tasks([{"prompt": "a"}, {"prompt": "b"}], seed=1, chat=False)
-    >>> sorted(task["prompt"] for task in stream.take(2)), stream.state()
-    (['a', 'b'], {'cursor': 2})
+    >>> sorted(task["prompt"] for task in stream.take(2)), stream.state()["cursor"], stream.state()["data"]["rows"]
+    (['a', 'b'], 2, 2)
     >>> tasks("arithmetic").take(1)[0]["prompt"]
     '17+12='
     """
@@ -116,6 +121,7 @@ def tasks(
             raise DataError(f"tasks: '{name}' makes its own prompts, so it takes no {wrong}; leave it out")
         many = getattr(made_by, "many", lambda seed, numbers: [made_by(seed, number) for number in numbers])
         numbers = counting(name="data.tasks")
+        size = made_by.epoch_size() if hasattr(made_by, "epoch_size") else None
 
         def generated(n: int) -> list[Task]:
             wanted = numbers.take(n)
@@ -126,7 +132,7 @@ def tasks(
                 )
             return list(made)
 
-        return Tasks(*derived(numbers, generated)[:3], (name,), None, {})  # all short
+        return Tasks(*derived(numbers, generated)[:3], (name,), size, {}, (size,))  # all short
     if isinstance(source, str) and ":" not in source and not exists(Path(source)):
         raise DataError(
             f"tasks: '{shown(source, 300)}' is neither a file (looked in {Path.cwd()}) nor one of the generated "
@@ -140,12 +146,14 @@ def tasks(
     length = _length(tokenizer, collate, max_tokens)
     kept = array("q")  # of each task: its row, and its number among the tasks of the row
     total = unused = long = 0
+    row_hash = RowHash()
     last = time.monotonic()
     for index, row in enumerate(table.rows):
         if time.monotonic() - last > _QUIET:
             last = time.monotonic()
             print(f"data: {index} of {len(table.rows)} rows of {table.name} have been read", flush=True)  # noqa: T201
         found = made(row, table.place(index))
+        row_hash.add(row)
         unused += not found
         for number, task in enumerate(found):
             total += 1
@@ -174,30 +182,63 @@ def tasks(
 
     dropped = {"format": unused} if format is not None else {}
     dropped |= {"max_tokens": long} if max_tokens is not None else {}
-    return Tasks(*counting(at, name="data.tasks")[:3], (table.name,), len(which), dropped)
+    fingerprint, positions = row_hash.fingerprint(), counting(at, name="data.tasks")
+
+    def restore(state: Mapping[str, Any]) -> None:
+        if isinstance(state, Mapping) and "data" in state:
+            check_unchanged(table.name, state["data"], fingerprint)
+        positions.restore(state)
+
+    def state() -> dict[str, Any]:
+        return {**positions.state(), "data": fingerprint._asdict()}
+
+    return Tasks(positions.take, state, restore, (table.name,), len(which), dropped, (len(which),))
 
 
 def epoch(stream: Tasks, most: int | None = None) -> list[Task]:
     """Take the next tasks of a stream, none of them twice, for an evaluation.
 
+    Where the stream has fewer tasks than ``most``, a line says how many are taken. Of a mixture, a source of which all
+    tasks are taken gives no more, and the others go on.
+
     Args:
-        stream: from `tasks`.
+        stream: from `tasks` or `mixture`.
         most: no more than so many; None: as many as an epoch has.
 
     Returns:
         At most an epoch. (From the middle of one it reaches into the next, which has another order.)
 
     Raises:
-        DataError: ``most`` is less than 1, or None where the source has no end.
+        DataError: ``most`` is less than 1, or None where a source has no end.
 
-    >>> [task["prompt"] for task in epoch(tasks([{"prompt": "a"}, {"prompt": "b"}], shuffle=False, chat=False), 5)]
+    >>> rows = tasks([{"prompt": "a"}, {"prompt": "b"}], shuffle=False, chat=False)
+    >>> [task["prompt"] for task in epoch(rows, 5)]
+    data: the source has 2 rows, fewer than the 5 wanted for an evaluation; each is taken once
     ['a', 'b']
     """
-    if most is None and stream.size is None:
-        raise DataError(f"epoch: {', '.join(stream.names)} has no end; say how many tasks, as most=")
+    endless = [name for name, size in zip(stream.names, stream.sizes, strict=True) if size is None]
+    if most is None and endless:
+        raise DataError(f"epoch: {', '.join(endless)} has no end; say how many tasks, as most=")
     if most is not None and most < 1:
         raise DataError(f"epoch: most is {most}; give at least 1")
-    return stream.take(min(each for each in (most, stream.size) if each is not None))
+    total = None if endless else sum(size or 0 for size in stream.sizes)
+    count = min(number for number in (most, total) if number is not None)
+    if most is not None and count < most:
+        wanted = f"fewer than the {most} wanted for an evaluation; each is taken once"
+        print(f"data: {', '.join(stream.names)} has {count} rows, {wanted}", flush=True)  # noqa: T201
+    if len(stream.sizes) == 1:
+        return stream.take(count)
+    left = list(stream.sizes)
+    taken: list[Task] = []
+    while len(taken) < count:
+        for task in stream.take(max(count - len(taken), _DRAWS)):
+            number = task["source"]
+            size = left[number]
+            if size == 0 or len(taken) == count:
+                continue
+            taken.append(task)
+            left[number] = None if size is None else size - 1
+    return taken
 
 
 def _length(

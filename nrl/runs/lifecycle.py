@@ -21,6 +21,7 @@ from nrl.arguments import check_argument, described
 from nrl.backends import Trainer
 from nrl.batch import Batch
 from nrl.checkpoint import Checkpoints
+from nrl.data.fingerprints import changes_accepted
 from nrl.episodes.rollout_stream import end_all
 from nrl.errors import CheckpointError, ConfigError
 from nrl.files import Folder
@@ -83,6 +84,8 @@ class Run:
         Raises:
             CheckpointError: every checkpoint is damaged, or they hold other names; or a process of a trainer does not
                 share the folder with the program; or ``checkpoints.to`` has changed.
+            DataError: a stream reads a source whose rows have changed, and ``checkpoints.data_changed`` is not
+                ``"accept"``.
             ConfigError: ``checkpoints.to`` holds another run's.
 
         >>> import attrs, tempfile
@@ -117,7 +120,8 @@ class Run:
             if not had:
                 config_file.check_same(self._text, found.meta.get("config"), known.checkpoints)
             known.begins = found.step + 1
-            values = checkpoint.load(found.folder, **named)
+            with changes_accepted(self.keep.data_changed == "accept"):
+                values = checkpoint.load(found.folder, **named)
             if champion := checkpoint.best(checkpoint.checkpoints(known.checkpoints), self.keep):
                 known.best = checkpoint.score(champion.meta["metrics"], self.keep) or 0.0
             print(f"{loop}: {found.step + 1} of {found.meta['steps']} steps were done; going on after them", flush=True)

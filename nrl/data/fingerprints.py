@@ -1,0 +1,114 @@
+"""Fingerprints of rows: a stream that is restored knows whether its source still has the rows of before."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+from nrl.errors import DataError
+
+__all__ = ["Fingerprint", "RowHash", "changes_accepted", "check_unchanged"]
+
+
+class Fingerprint(NamedTuple):
+    """What identifies the rows of a source, wherever it lies and in whatever format.
+
+    Args:
+        rows: their number.
+        sha256: of all rows as JSON, in the order of the source.
+    """
+
+    rows: int
+    sha256: str
+
+
+class RowHash:
+    """The hash of rows that come one at a time.
+
+    >>> one, other = RowHash(), RowHash()
+    >>> one.add({"prompt": "a", "answer": 1})
+    >>> other.add({"answer": 1, "prompt": "a"})
+    >>> one.fingerprint() == other.fingerprint(), one.fingerprint().rows
+    (True, 1)
+    """
+
+    def __init__(self) -> None:
+        self._hash, self._rows = hashlib.sha256(), 0
+
+    def add(self, row: Any) -> None:
+        """Add the next row. The order of its keys does not count."""
+        try:
+            text = json.dumps(row, sort_keys=True, default=_plain)
+        except (TypeError, ValueError):  # keys of several types cannot be sorted, and some are no keys of JSON
+            text = json.dumps(_plain_keys(row), sort_keys=True, default=_plain)
+        self._hash.update(text.encode())
+        self._hash.update(b"\n")
+        self._rows += 1
+
+    def fingerprint(self) -> Fingerprint:
+        """Return the fingerprint of the rows so far."""
+        return Fingerprint(self._rows, self._hash.hexdigest())
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that JSON has no form for as one that it has, equal in every process."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, bytes | bytearray):
+        return value.hex()
+    if hasattr(value, "tolist"):  # of NumPy and torch
+        return value.tolist()
+    # The text of other objects, such as pictures, may hold an address in memory, which differs from run to run.
+    return type(value).__qualname__ if type(value).__str__ is object.__str__ else str(value)
+
+
+def _plain_keys(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain_keys(item) for key, item in value.items()}
+    return [_plain_keys(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+_accepted: ContextVar[bool] = ContextVar("_accepted", default=False)
+
+
+@contextmanager
+def changes_accepted(accepted: bool = True) -> Iterator[None]:
+    """Restore streams within it even if the rows of their sources have changed.
+
+    `nrl.run` does so where its configuration says ``checkpoints.data_changed=accept``.
+    """
+    token = _accepted.set(accepted)
+    try:
+        yield
+    finally:
+        _accepted.reset(token)
+
+
+def check_unchanged(name: str, saved: Mapping[str, Any], now: Fingerprint) -> None:
+    """Check that a source has the rows that it had when a state was saved; say so, where changes are accepted.
+
+    Args:
+        name: of the source.
+        saved: the fields of the fingerprint in the state.
+        now: the fingerprint of its rows.
+
+    Raises:
+        DataError: they are other rows, or in another order.
+    """
+    if saved == now._asdict():
+        return
+    if saved.get("rows") != now.rows:
+        difference = f"{name} has {now.rows} rows, and had {saved.get('rows')} when the checkpoint was saved"
+    else:
+        difference = (
+            f"{name} has {now.rows} rows as when the checkpoint was saved, but some were changed or are in another order"
+        )
+    if not _accepted.get():
+        raise DataError(
+            f"data.tasks: {difference}. Restore the earlier rows; or set checkpoints.data_changed=accept to go on with "
+            "these, of which some may come twice in the epoch that was begun and others not at all; or begin anew, "
+            "with another out"
+        )
+    print(f"data: {difference}; going on with these (checkpoints.data_changed=accept)", flush=True)  # noqa: T201
