@@ -56,7 +56,7 @@ _BLOCK = 1 << 24  # bytes that are asked of a store at once, where a whole file 
 
 
 def at(where: str | Folder) -> Folder:
-    """The folder of a path, or of an URL such as ``s3://bucket/runs/qwen``.
+    """The folder of a path, or of an URL such as ``s3://bucket/runs/qwen``. ``~/`` begins one in the home folder.
 
     Raises:
         ConfigError: there is no such protocol, or its package is not installed.
@@ -68,7 +68,7 @@ def at(where: str | Folder) -> Folder:
         return where
     protocol, url, _ = where.partition("://")
     if not url:
-        return Path(where)
+        return Path(where).expanduser()
     from upath import UPath  # what has no store does without it
 
     local: dict[str, Any] = (

@@ -5,6 +5,7 @@ it was.
 """
 
 import contextlib
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -62,11 +63,37 @@ def location(cfg: Any, who: str) -> Path:
     Within `reusing` a later attempt gets the new folder of the earlier one.
 
     Raises:
-        ConfigError: it is a file; ``who`` begins the message.
+        ConfigError: it is a file, the root of the file system or in a store, or holds a variable; ``who`` begins the
+            message.
     """
-    out = Path(cfg.out) if getattr(cfg, "out", None) else (_attempt.get() or _Attempt(Folders())).next_new()
+    out = _named(cfg, who) or (_attempt.get() or _Attempt(Folders())).next_new()
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{who}: out={out} is a file; give a folder, or leave it out to make a new one")
+    return out
+
+
+def _named(cfg: Any, who: str) -> Path | None:
+    """Return the folder that ``cfg.out`` means; None: it names none."""
+    name = getattr(cfg, "out", None)
+    if not name:
+        return None
+    if "://" in str(name):
+        raise ConfigError(
+            f"{who}: out={name} is in a store, where no run can append to its files; give a folder on a disk as out=, "
+            f"and, for the checkpoints, checkpoints.to={name}"
+        )
+    if variable := re.search(r"\$([A-Za-z_]\w*|\{[^}]*\}?)", str(name)):
+        key = variable[1].strip("{}").removeprefix("oc.env:") or "NAME"
+        raise ConfigError(
+            f"{who}: out={name} holds {variable[0]}, which is not expanded here; write ${{oc.env:{key}}} in a file or "
+            "on the command line for an environment variable, or give the path itself"
+        )
+    try:
+        out = Path(name).expanduser()
+    except RuntimeError as error:  # there is no such user, or no home
+        raise ConfigError(f"{who}: out={name}: {error}; give the path itself") from error
+    if out.resolve() == Path(out.resolve().anchor):
+        raise ConfigError(f"{who}: out={name} is the root of the file system; give a folder for this run alone")
     return out
 
 
@@ -84,13 +111,16 @@ def entered(cfg: Any, choose: Callable[[Any], Path] = choose) -> Iterator[Path]:
     Raises:
         ConfigError: as ``choose`` does; or another process is in the folder.
     """
-    named = Path(cfg.out) if getattr(cfg, "out", None) else None
-    above = Path("runs") if named is None else named
-    made = [path for path in (above, *above.parents) if not path.exists()]
+    above = Path("runs")
+    missing = [path for path in (above, *above.parents) if not path.exists()]
     out = choose(cfg)
+    if getattr(cfg, "out", None):  # it is made below; a folder without a name is there already
+        made = [path for path in (out, *out.parents) if not path.exists()]
+    else:
+        made = [out, *missing]
     with ExitStack() as stack:
         claim(out, stack)
-        stack.enter_context(_undone(out, made if named else [out, *made]))
+        stack.enter_context(_undone(out, made))
         yield out
 
 
