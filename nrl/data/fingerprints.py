@@ -100,11 +100,9 @@ def check_unchanged(name: str, saved: Mapping[str, Any], now: Fingerprint) -> No
     if saved == now._asdict():
         return
     if saved.get("rows") != now.rows:
-        difference = f"{name} has {now.rows} rows, and had {saved.get('rows')} when the checkpoint was saved"
+        difference = f"{name} has {now.rows} rows, and had {saved.get('rows')} at the checkpoint"
     else:
-        difference = (
-            f"{name} has {now.rows} rows as when the checkpoint was saved, but some were changed or are in another order"
-        )
+        difference = f"some of the {now.rows} rows of {name} are others, or in another order, than at the checkpoint"
     if not _accepted.get():
         raise DataError(
             f"data.tasks: {difference}. Restore the earlier rows; or set checkpoints.data_changed=accept to go on with "

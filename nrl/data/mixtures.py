@@ -38,8 +38,8 @@ def mixture(streams: Mapping[str, float | tuple[Stream[Task], float]], *, seed: 
         seed: of the offset, and of the streams made here.
 
     Returns:
-        A stream whose state is the number of tasks taken, with the streams' fingerprints. ``names`` are the streams' by their number in ``source``,
-        ``sizes`` and ``dropped`` theirs, the latter summed up.
+        A stream whose state is the number of tasks taken, with the fingerprint of each source. ``names`` are the
+        streams' by their number in ``source``, ``sizes`` and ``dropped`` theirs, the latter summed up.
 
     Raises:
         DataError: no streams, a weight that is no positive number, a stream without a cursor, or a negative seed.

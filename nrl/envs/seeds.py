@@ -3,7 +3,7 @@
 import functools
 import random
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nrl.errors import DataError
 

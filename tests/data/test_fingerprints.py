@@ -146,11 +146,11 @@ def test_a_run_goes_on_with_changed_rows_only_where_its_configuration_says_so(
     whole = seen(Config(str(tmp_path / "whole"), str(file)), 4)
     assert seen(cfg, 2) == whole[:2]
     write(file, CHANGED["added"])
-    with pytest.raises(DataError, match=r"rows.jsonl has 8 rows, and had 7 when the checkpoint was saved"):
+    with pytest.raises(DataError, match=r"rows.jsonl has 8 rows, and had 7 at the checkpoint"):
         seen(cfg, 4)
     write(file, ROWS)
     assert seen(cfg, 3) == whole[2:3]  # the refused start has left everything as it was
     write(file, CHANGED["added"])
     capsys.readouterr()
     assert len(seen(attrs.evolve(cfg, checkpoints=Checkpoints(every=1, data_changed="accept")), 4)) == 1
-    assert "rows.jsonl has 8 rows, and had 7 when the checkpoint was saved; going on" in capsys.readouterr().out
+    assert "rows.jsonl has 8 rows, and had 7 at the checkpoint; going on" in capsys.readouterr().out
