@@ -26,6 +26,7 @@ class Export:
     checkpoint: str = "best"  # or "newest", or a step, such as 000050; best: the newest, where the run has no best
     value: str = "policy"  # of what run.save was given, by its name there
     dtype: Literal["float32", "bfloat16", "float16"] | None = None  # none: as trainer.export has it
+    trust_remote_code: bool = False  # let Python files run that the checkpoint has taken from its model
 
 
 def main(cfg: Export) -> Path:
@@ -60,7 +61,7 @@ def main(cfg: Export) -> Path:
     target.mkdir(parents=True, exist_ok=True)
     names = [name.removeprefix(f"{DESCRIPTION}/") for name in files if name.startswith(f"{DESCRIPTION}/")]
     with on_disk(folder / DESCRIPTION, names) as described:
-        export_described(weights(folder), described, about["head"], dtype, target)
+        export_described(weights(folder), described, about["head"], dtype, target, cfg.trust_remote_code)
     return target
 
 

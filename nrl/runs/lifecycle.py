@@ -87,6 +87,7 @@ class Run:
             DataError: a stream reads a source whose rows have changed, and ``checkpoints.data_changed`` is not
                 ``"accept"``.
             ConfigError: ``checkpoints.to`` holds another run's.
+            ModelError: the files of a trainer's model could not be written at an export.
 
         >>> import attrs, tempfile
         >>> from nrl.stream import counting
@@ -110,6 +111,8 @@ class Run:
         self._on_its_way.wait()
         known = self._loop(loop)
         known.names = frozenset(named)
+        for trainer in checkpoint.trainers(named).values():
+            trainer.check_export()
         had = self._share("run.restore", known, named)
         found = checkpoint.newest(known.checkpoints, readers=checkpoint.trainers(named))
         if found is None:

@@ -41,7 +41,7 @@ from nrl.backends.training.terms import LOGPROBS, global_weights
 from nrl.backends.training.writers import all_written
 from nrl.batch import Batch, deal, microbatches, restore
 from nrl.batch.handles import stand_ins, without_handles
-from nrl.errors import ArgumentError, CheckpointError
+from nrl.errors import ArgumentError, CheckpointError, ModelError
 from nrl.files import (
     MANIFEST,
     NOT_FINITE,
@@ -308,8 +308,14 @@ class Trainer:
 
         Columns are added as by `nrl.assign`, but those that other processes compute become handles, heavy or not: their
         numbers go from there to the trainer's processes, and not through the program.
+
+        Raises:
+            MissingOutput: the model does not compute what the loss needs.
+            ModelError: the files of the model, which `export` will write beside the weights, cannot be written.
         """
         who = f"train_step({name_of(loss)})"
+        if self.model is not None and isinstance(self.model.source, str):
+            self.check_export()
         check_needs(who, needed(loss), self.provides, self.name)
         always, widths = self.provides & LOGPROBS, self._widths(needed(loss))
         lawful = told = frozen = False
@@ -413,16 +419,21 @@ class Trainer:
     @cached_property
     def _description(self) -> dict[str, bytes]:
         """All that a folder of the model has beside its weights; nothing, where that cannot be found out here."""
-        try:
-            return {} if self.model is None else description(self.model)
-        except Exception as error:  # transformers raises all kinds, and no checkpoint is lost for it
-            warnings.warn(
-                f"save: {self.name}: the config and the tokenizer of its model cannot be written here ({error}); its "
-                "checkpoints have the weights alone, of which nrl export makes nothing",
-                UserWarning,
-                stacklevel=3,
-            )
-            return {}
+        found = self._rehearsal
+        if isinstance(found, dict):
+            return found
+        warnings.warn(
+            f"save: {self.name}: the config and the tokenizer of its model cannot be written here ({found}); its "
+            "checkpoints have the weights alone, of which nrl export makes nothing",
+            UserWarning,
+            stacklevel=3,
+        )
+        return {}
+
+    @cached_property
+    def _rehearsal(self) -> dict[str, bytes] | ModelError:
+        """An export without weights: it shows before the first step what would fail after the last."""
+        return {} if self.model is None else description(self.model)
 
     def _describe(self, folder: Folder) -> dict[str, Written]:
         """Write that, with which anybody can export the weights."""
@@ -473,6 +484,16 @@ class Trainer:
         """
         shared_folders.check_shared(self.mesh, self.name, folder, who)
 
+    def check_export(self) -> None:
+        """See before the first step that `export` can write the files of the model that lie beside its weights.
+
+        `nrl.run` and, where the model is in a folder or on the hub, `train_step` do so. Nothing is kept on the disk.
+
+        Raises:
+            ModelError: they cannot be written.
+        """
+        _ = self._rehearsal
+
     @checked("export")
     def export(self, params: Params, folder: str | Path) -> None:
         """Write Hugging Face format, with adapters added to the weights; of ``params.adapter``, peft's format.
@@ -482,7 +503,7 @@ class Trainer:
         Raises:
             CheckpointError: they do not, and it is peft's format, or only the engine knows the model.
         """
-        folder = Path(folder).absolute()
+        folder = Path(folder).expanduser().absolute()
         fn, values = self._method_of(params, "export", "export")
         self.mesh.cluster.check_open("export")
         folder.mkdir(parents=True, exist_ok=True)
@@ -492,7 +513,8 @@ class Trainer:
                 for name, content in self._description.items():
                     (Path(described) / name).write_bytes(content)
                 dtype = getattr(torch, self.model.dtype)
-                export_described(params.tensors("export"), Path(described), self.model.head, dtype, folder)
+                about = Path(described), self.model.head, dtype, folder, self.model.trust_remote_code
+                export_described(params.tensors("export"), *about)
             return
         from_all(self.mesh, "export", fn, self._engines, values, folder)
         if apart is not None:
