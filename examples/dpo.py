@@ -60,7 +60,7 @@ def main(cfg: Config) -> None:
 
         collate = partial(data.preferences, tokenizer=tokenizer)
         tasks = partial(data.tasks, format=cfg.format, chat=cfg.chat, tokenizer=tokenizer, max_tokens=cfg.max_length)
-        tasks = partial(tasks, collate=data.preferences)
+        tasks = partial(tasks, collate=data.preferences, positions=trainer.positions)
         stream = nrl.batched(tasks(cfg.data, seed=cfg.seed), cfg.pairs, collate=collate)
         eval_tasks = tasks(cfg.eval_data, seed=cfg.seed + 1) if cfg.eval_data else None
         eval_batch = with_reference(collate(data.epoch(eval_tasks, cfg.evaluate_pairs))) if eval_tasks else None

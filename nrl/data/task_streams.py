@@ -71,6 +71,7 @@ def tasks(
     tokenizer: Tokenizer | None = None,
     max_tokens: int | None = None,
     collate: Callable[[Iterable[Task], Any], Batch] | None = None,
+    positions: int | None = None,
 ) -> Tasks:
     """An endless stream of tasks, each epoch in a new order, which is a function of ``(seed, epoch)``.
 
@@ -93,6 +94,8 @@ def tasks(
         max_tokens: the most that a row may have; None: no bound.
         collate: `supervised` or `preferences`, if the rows go through it: then a row is as long as the batch that
             ``collate`` makes of it. None: as long as its prompt, as `render` makes it.
+        positions: how many tokens the model can read, such as ``trainer.positions``: a longer row that ``max_tokens``
+            does not leave out is an error. None: nobody knows.
 
     Returns:
         A stream with ``take(n)``, ``state()`` and ``restore(state)``. Its state is the number of tasks taken, over all
@@ -100,7 +103,8 @@ def tasks(
 
     Raises:
         DataError: as `rows` does; a negative seed; options for generated tasks; one of ``tokenizer`` and ``max_tokens``
-            without the other; or no row is short enough. When restored: the source has other rows than before.
+            without the other, or ``positions`` without them; no row is short enough, or one is longer than
+            ``positions``. When restored: the source has other rows than before.
 
     >>> stream = tasks([{"prompt": "a"}, {"prompt": "b"}], seed=1, chat=False)
     >>> sorted(task["prompt"] for task in stream.take(2)), stream.state()["cursor"], stream.state()["data"]["rows"]
@@ -112,6 +116,8 @@ def tasks(
     if (tokenizer is None) != (max_tokens is None):
         missing = "max_tokens" if max_tokens is None else "tokenizer"
         raise DataError(f"tasks: to leave long rows out, give both tokenizer and max_tokens; {missing} is missing")
+    if positions is not None and max_tokens is None:
+        raise DataError(f"tasks: positions={positions} needs tokenizer and max_tokens, by which rows are counted")
     made_by = GENERATED.get(source) if isinstance(source, str) else source if callable(source) else None
     if made_by is not None:
         name = source if isinstance(source, str) else str(getattr(source, "__name__", type(source).__name__))
@@ -145,7 +151,8 @@ def tasks(
     made = tasks_of_row(format, template, chat)
     length = _length(tokenizer, collate, max_tokens)
     kept = array("q")  # of each task: its row, and its number among the tasks of the row
-    total = unused = long = 0
+    total = unused = long = beyond = 0
+    longest = (0, "")  # tokens of a row that has more than there are positions, and where it stands
     row_hash = RowHash()
     last = time.monotonic()
     for index, row in enumerate(table.rows):
@@ -157,10 +164,21 @@ def tasks(
         unused += not found
         for number, task in enumerate(found):
             total += 1
-            if max_tokens is not None and length(task, table.place(index)) > max_tokens:
+            tokens = 0 if max_tokens is None else length(task, table.place(index))
+            if max_tokens is not None and tokens > max_tokens:
                 long += 1
-            else:
-                kept.extend((index, number))
+                continue
+            kept.extend((index, number))
+            if positions is not None and tokens > positions:
+                beyond += 1
+                longest = max(longest, (tokens, table.place(index)))
+    if beyond:
+        raise DataError(
+            f"tasks: {beyond} of {total} rows have more tokens than the {positions} positions of the model "
+            f"(max_position_embeddings); the longest has {longest[0]} ({longest[1]}). Set max_tokens={positions} (in "
+            f"the examples max_length={positions}) in place of {max_tokens} to leave them out, or take a model with "
+            "more positions"
+        )
     if long:
         said = f"{long} of {total} rows of {table.name} have more than {max_tokens} tokens"
         if not kept:
@@ -182,17 +200,17 @@ def tasks(
 
     dropped = {"format": unused} if format is not None else {}
     dropped |= {"max_tokens": long} if max_tokens is not None else {}
-    fingerprint, positions = row_hash.fingerprint(), counting(at, name="data.tasks")
+    fingerprint, numbered = row_hash.fingerprint(), counting(at, name="data.tasks")
 
     def restore(state: Mapping[str, Any]) -> None:
         if isinstance(state, Mapping) and "data" in state:
             check_unchanged(table.name, state["data"], fingerprint)
-        positions.restore(state)
+        numbered.restore(state)
 
     def state() -> dict[str, Any]:
-        return {**positions.state(), "data": fingerprint._asdict()}
+        return {**numbered.state(), "data": fingerprint._asdict()}
 
-    return Tasks(positions.take, state, restore, (table.name,), len(which), dropped, (len(which),))
+    return Tasks(numbered.take, state, restore, (table.name,), len(which), dropped, (len(which),))
 
 
 def epoch(stream: Tasks, most: int | None = None) -> list[Task]:

@@ -21,7 +21,6 @@ __all__ = [
     "GENERATION",
     "build",
     "called",
-    "context_length",
     "dropout_off",
     "end_tokens",
     "files",
@@ -389,20 +388,6 @@ def load_tokenizer(model: Model) -> Any:
         )
     except Exception as error:
         raise ModelError(f"Model: the tokenizer of '{source}': {_reason(source, error, 'tokenizer')}") from error
-
-
-def context_length(module: nn.Module) -> int:
-    """The most tokens that a row may have, by the model's positions.
-
-    Raises:
-        ModelError: the config has no such number.
-    """
-    limit = getattr(module.config, "max_position_embeddings", None)
-    if not isinstance(limit, int):
-        raise ModelError(
-            f"{type(module).__name__}: the config has no max_position_embeddings, so its context is unknown"
-        )
-    return limit
 
 
 def end_tokens(generation: Any, tokenizer: Any) -> tuple[int, ...]:

@@ -20,6 +20,8 @@ from nrl.backends.base import top_k as top_k_named
 from nrl.backends.engines import TrainEngine
 from nrl.backends.models.describing import DESCRIPTION, description
 from nrl.backends.models.exporting import export_described
+from nrl.backends.models.loading import load_configs
+from nrl.backends.models.positions import positions
 from nrl.backends.training import on_ranks, reading, shared_folders
 from nrl.backends.training.before_step import (
     check_finite,
@@ -27,6 +29,7 @@ from nrl.backends.training.before_step import (
     check_sampled,
     lag,
     told_of_frozen_token,
+    told_of_long_rows,
     told_of_no_advantages,
     with_columns,
     with_shares,
@@ -286,6 +289,14 @@ class Trainer:
         return found
 
     @cached_property
+    def positions(self) -> int | None:
+        """The most tokens that a row may have, by the config of the model; None: nothing here says so."""
+        try:
+            return None if self.model is None else positions(load_configs(self.model)[0])
+        except ModelError:  # its config is on other hosts alone
+            return None
+
+    @cached_property
     def _frozen_token(self) -> int | None:
         """`nrl.backends.engines.TrainEngine.frozen_token`."""
         found: int | None = from_first(self.mesh, self.name, attrgetter("frozen_token"), self._engines)
@@ -318,13 +329,13 @@ class Trainer:
             self.check_export()
         check_needs(who, needed(loss), self.provides, self.name)
         always, widths = self.provides & LOGPROBS, self._widths(needed(loss))
-        lawful = told = frozen = False
+        lawful = told = frozen = long = False
 
         @checked(who)
         def step(
             state: TrainState, batch: Batch, **columns: Tensor | Future[Tensor]
         ) -> tuple[TrainState, Future[Metrics]]:
-            nonlocal lawful, told, frozen
+            nonlocal lawful, told, frozen, long
             batch = with_shares(with_columns(batch, columns))
             here, whole = without_handles(batch), stand_ins(batch)
             values, params = state.handle.borrow(self, who), state.params
@@ -340,6 +351,7 @@ class Trainer:
                 return same, done(metrics)
             check_finite(who, here)
             told = told or told_of_no_advantages(who, loss, here, always, widths)
+            long = long or told_of_long_rows(who, here, self.positions)
             frozen = frozen or told_of_frozen_token(who, here, self._frozen_token)
             _, shards = self._shards(batch)
             # What stays the same from step to step is part of the function, which a process remembers

@@ -20,6 +20,7 @@ from nrl import tiny
 from nrl.backends import Model
 from nrl.backends.models import loading, named_weights
 from nrl.backends.models.pieces import fill, wholes
+from nrl.backends.models.positions import context_length
 from nrl.errors import ModelError
 from tests.code_models import model_with_code
 from tests.properties.strategies import TINY
@@ -307,11 +308,11 @@ def test_tokenizers(tmp_path: Path) -> None:
 
 
 def test_context_length() -> None:
-    assert loading.context_length(loading.build(Model(TINY))) == 64
-    assert loading.context_length(loading.build(Model(GPT2))) == 32  # under a name of its own
+    assert context_length(loading.build(Model(TINY))) == 64
+    assert context_length(loading.build(Model(GPT2))) == 32  # under a name of its own
     bloom = {"model_type": "bloom", "vocab_size": 23, "hidden_size": 16, "n_layer": 1, "n_head": 2}
     with pytest.raises(ModelError, match="BloomForCausalLM: the config has no max_position_embeddings"):
-        loading.context_length(build(bloom))
+        context_length(build(bloom))
 
 
 def test_end_tokens() -> None:
