@@ -31,7 +31,7 @@ import yaml
 from nrl.config._typed import fields, structure
 from nrl.config._usage import usage
 from nrl.config._yaml import Problems, Word, mapping, parse, write
-from nrl.config.expansion import expanded
+from nrl.config.expansion import expand_variables
 from nrl.config.layers import Layer, explain, merged, read
 from nrl.errors import ConfigError
 
@@ -136,7 +136,7 @@ def load[T](
         for layer in layers:
             values = merged(values, layer.values)
         try:
-            made: T = structure(expanded(values), cls)
+            made: T = structure(expand_variables(values), cls)
         except Problems as error:
             problems = [explain(cls, path, text, layers) for path, text in error.found]
         else:

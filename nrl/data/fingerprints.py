@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from nrl.errors import DataError
 
-__all__ = ["Fingerprint", "RowHash", "changes_accepted", "check_unchanged"]
+__all__ = ["Fingerprint", "RowHash", "accept_changed_rows", "check_same_rows"]
 
 
 class Fingerprint(NamedTuple):
@@ -30,7 +30,7 @@ class RowHash:
     >>> one, other = RowHash(), RowHash()
     >>> one.add({"prompt": "a", "answer": 1})
     >>> other.add({"answer": 1, "prompt": "a"})
-    >>> one.fingerprint() == other.fingerprint(), one.fingerprint().rows
+    >>> one.fingerprint == other.fingerprint, one.fingerprint.rows
     (True, 1)
     """
 
@@ -40,19 +40,20 @@ class RowHash:
     def add(self, row: Any) -> None:
         """Add the next row. The order of its keys does not count."""
         try:
-            text = json.dumps(row, sort_keys=True, default=_plain)
+            text = json.dumps(row, sort_keys=True, default=_to_plain)
         except (TypeError, ValueError):  # keys of several types cannot be sorted, and some are no keys of JSON
-            text = json.dumps(_plain_keys(row), sort_keys=True, default=_plain)
+            text = json.dumps(_with_text_keys(row), sort_keys=True, default=_to_plain)
         self._hash.update(text.encode())
         self._hash.update(b"\n")
         self._rows += 1
 
+    @property
     def fingerprint(self) -> Fingerprint:
-        """Return the fingerprint of the rows so far."""
+        """The fingerprint of the rows so far."""
         return Fingerprint(self._rows, self._hash.hexdigest())
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     """Return a value that JSON has no form for as one that it has, equal in every process."""
     if isinstance(value, Mapping):
         return dict(value)
@@ -64,17 +65,17 @@ def _plain(value: Any) -> Any:
     return type(value).__qualname__ if type(value).__str__ is object.__str__ else str(value)
 
 
-def _plain_keys(value: Any) -> Any:
+def _with_text_keys(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(key): _plain_keys(item) for key, item in value.items()}
-    return [_plain_keys(item) for item in value] if isinstance(value, list | tuple) else value
+        return {str(key): _with_text_keys(item) for key, item in value.items()}
+    return [_with_text_keys(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 _accepted: ContextVar[bool] = ContextVar("_accepted", default=False)
 
 
 @contextmanager
-def changes_accepted(accepted: bool = True) -> Iterator[None]:
+def accept_changed_rows(accepted: bool = True) -> Iterator[None]:
     """Restore streams within it even if the rows of their sources have changed.
 
     `nrl.run` does so where its configuration says ``checkpoints.data_changed=accept``.
@@ -86,7 +87,7 @@ def changes_accepted(accepted: bool = True) -> Iterator[None]:
         _accepted.reset(token)
 
 
-def check_unchanged(name: str, saved: Mapping[str, Any], now: Fingerprint) -> None:
+def check_same_rows(name: str, saved: Mapping[str, Any], now: Fingerprint) -> None:
     """Check that a source has the rows that it had when a state was saved; say so, where changes are accepted.
 
     Args:

@@ -12,7 +12,7 @@ import numpy as np
 from nrl.arguments import checked
 from nrl.batch import Batch
 from nrl.data.checks import Tokenizer, exists, shown
-from nrl.data.fingerprints import RowHash, check_unchanged
+from nrl.data.fingerprints import RowHash, check_same_rows
 from nrl.data.formats import Format
 from nrl.data.prompts import tasks_of_row
 from nrl.data.rendering import render
@@ -200,11 +200,11 @@ def tasks(
 
     dropped = {"format": unused} if format is not None else {}
     dropped |= {"max_tokens": long} if max_tokens is not None else {}
-    fingerprint, numbered = row_hash.fingerprint(), counting(at, name="data.tasks")
+    fingerprint, numbered = row_hash.fingerprint, counting(at, name="data.tasks")
 
     def restore(state: Mapping[str, Any]) -> None:
         if isinstance(state, Mapping) and "data" in state:
-            check_unchanged(table.name, state["data"], fingerprint)
+            check_same_rows(table.name, state["data"], fingerprint)
         numbered.restore(state)
 
     def state() -> dict[str, Any]:

@@ -66,13 +66,13 @@ def location(cfg: Any, who: str) -> Path:
         ConfigError: it is a file, the root of the file system or in a store, or holds a variable; ``who`` begins the
             message.
     """
-    out = _named(cfg, who) or (_attempt.get() or _Attempt(Folders())).next_new()
+    out = _read_out(cfg, who) or (_attempt.get() or _Attempt(Folders())).next_new()
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{who}: out={out} is a file; give a folder, or leave it out to make a new one")
     return out
 
 
-def _named(cfg: Any, who: str) -> Path | None:
+def _read_out(cfg: Any, who: str) -> Path | None:
     """Return the folder that ``cfg.out`` means; None: it names none."""
     name = getattr(cfg, "out", None)
     if not name:

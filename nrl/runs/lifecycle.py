@@ -21,7 +21,7 @@ from nrl.arguments import check_argument, described
 from nrl.backends import Trainer
 from nrl.batch import Batch
 from nrl.checkpoint import Checkpoints
-from nrl.data.fingerprints import changes_accepted
+from nrl.data.fingerprints import accept_changed_rows
 from nrl.episodes.rollout_stream import end_all
 from nrl.errors import CheckpointError, ConfigError
 from nrl.files import Folder
@@ -123,7 +123,7 @@ class Run:
             if not had:
                 config_file.check_same(self._text, found.meta.get("config"), known.checkpoints)
             known.begins = found.step + 1
-            with changes_accepted(self.keep.data_changed == "accept"):
+            with accept_changed_rows(self.keep.data_changed == "accept"):
                 values = checkpoint.load(found.folder, **named)
             if champion := checkpoint.best(checkpoint.checkpoints(known.checkpoints), self.keep):
                 known.best = checkpoint.score(champion.meta["metrics"], self.keep) or 0.0

@@ -14,7 +14,7 @@ import pytest
 import nrl
 from nrl import data
 from nrl.checkpoint import Checkpoints
-from nrl.data.fingerprints import RowHash, changes_accepted
+from nrl.data.fingerprints import RowHash, accept_changed_rows
 from nrl.errors import DataError
 from nrl.stream import batched
 
@@ -45,7 +45,7 @@ def test_other_rows_are_refused_unless_they_are_accepted(change: str, capsys: py
         now.restore(before.state())
     assert (f"has {len(CHANGED[change])} rows, and had 7" in str(refused.value)) == (change in ("added", "removed"))
     assert now.state()["cursor"] == 0
-    with changes_accepted():
+    with accept_changed_rows():
         now.restore(before.state())
     assert "going on with these" in capsys.readouterr().out
     assert now.state()["cursor"] == 4
@@ -78,7 +78,7 @@ def test_rows_that_json_does_not_know_are_told_apart_and_equal_in_every_process(
         row_hash = RowHash()
         for row in rows:
             row_hash.add(row)
-        return row_hash.fingerprint()
+        return row_hash.fingerprint
 
     pairs: list[tuple[Any, Any]] = [
         (date(2026, 1, 1), date(2026, 1, 2)),
@@ -112,7 +112,7 @@ def test_each_source_of_a_mixture_is_compared() -> None:
         mixed(ROWS, ROWS[:3]).restore(state)
     with pytest.raises(DataError, match="the saved state is of 3 streams, and there are 2; give the same ones"):
         mixed(ROWS).restore(state)
-    with changes_accepted():
+    with accept_changed_rows():
         mixed(ROWS, ROWS[:3]).restore(state)
     nested = data.mixture({"both": (stream, 1), "one": (tasks(ROWS), 1)})
     with pytest.raises(DataError, match="has 6 rows, and had 7"):

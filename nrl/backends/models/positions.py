@@ -7,12 +7,12 @@ from torch import nn
 
 from nrl.errors import ModelError
 
-__all__ = ["context_length", "positions"]
+__all__ = ["context_length", "count_positions"]
 
 _LONGER = ("linear", "dynamic")  # kinds of rotary positions that stretch max_position_embeddings by their factor
 
 
-def positions(config: Any) -> int | None:
+def count_positions(config: Any) -> int | None:
     """Return the most tokens that a row may have, by a transformers config; None: the config does not say.
 
     The config of the text model counts, if it lies within that of a model of several kinds of input. Scaled rotary
@@ -21,10 +21,10 @@ def positions(config: Any) -> int | None:
     ``max_position_embeddings``.
 
     >>> from transformers import LlamaConfig
-    >>> positions(LlamaConfig(max_position_embeddings=512))
+    >>> count_positions(LlamaConfig(max_position_embeddings=512))
     512
     >>> yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "rope_theta": 1e4}
-    >>> positions(LlamaConfig(max_position_embeddings=512, rope_parameters=yarn))
+    >>> count_positions(LlamaConfig(max_position_embeddings=512, rope_parameters=yarn))
     2048
     """
     text = config.get_text_config()
@@ -49,7 +49,7 @@ def context_length(module: nn.Module) -> int:
     Raises:
         ModelError: the config has no such number.
     """
-    limit = positions(module.config)
+    limit = count_positions(module.config)
     if limit is None:
         raise ModelError(
             f"{type(module).__name__}: the config has no max_position_embeddings, so its context is unknown"

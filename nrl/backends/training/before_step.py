@@ -22,8 +22,8 @@ __all__ = [
     "check_sampled",
     "lag",
     "told_of_frozen_token",
-    "told_of_long_rows",
     "told_of_no_advantages",
+    "warn_of_long_rows",
     "with_columns",
     "with_shares",
 ]
@@ -168,7 +168,7 @@ def told_of_frozen_token(who: str, batch: Batch, token: int | None) -> bool:
     return True
 
 
-def told_of_long_rows(who: str, batch: Batch, positions: int | None) -> bool:
+def warn_of_long_rows(who: str, batch: Batch, positions: int | None) -> bool:
     """Print that a row has more tokens than the model has positions; return whether later steps need no look.
 
     Args:

@@ -21,7 +21,7 @@ from nrl.backends.engines import TrainEngine
 from nrl.backends.models.describing import DESCRIPTION, description
 from nrl.backends.models.exporting import export_described
 from nrl.backends.models.loading import load_configs
-from nrl.backends.models.positions import positions
+from nrl.backends.models.positions import count_positions
 from nrl.backends.training import on_ranks, reading, shared_folders
 from nrl.backends.training.before_step import (
     check_finite,
@@ -29,8 +29,8 @@ from nrl.backends.training.before_step import (
     check_sampled,
     lag,
     told_of_frozen_token,
-    told_of_long_rows,
     told_of_no_advantages,
+    warn_of_long_rows,
     with_columns,
     with_shares,
 )
@@ -292,7 +292,7 @@ class Trainer:
     def positions(self) -> int | None:
         """The most tokens that a row may have, by the config of the model; None: nothing here says so."""
         try:
-            return None if self.model is None else positions(load_configs(self.model)[0])
+            return None if self.model is None else count_positions(load_configs(self.model)[0])
         except ModelError:  # its config is on other hosts alone
             return None
 
@@ -351,7 +351,7 @@ class Trainer:
                 return same, done(metrics)
             check_finite(who, here)
             told = told or told_of_no_advantages(who, loss, here, always, widths)
-            long = long or told_of_long_rows(who, here, self.positions)
+            long = long or warn_of_long_rows(who, here, self.positions)
             frozen = frozen or told_of_frozen_token(who, here, self._frozen_token)
             _, shards = self._shards(batch)
             # What stays the same from step to step is part of the function, which a process remembers

@@ -11,7 +11,7 @@ import nrl
 from nrl import data, tiny
 from nrl.algos import sft_loss
 from nrl.backends import fsdp, hf
-from nrl.backends.models.positions import positions
+from nrl.backends.models.positions import count_positions
 from nrl.envs import number, single_turn
 from nrl.errors import ArgumentError, DataError
 
@@ -47,7 +47,7 @@ LLAMA3 = ROPE | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_facto
     ],
 )
 def test_positions_are_read_as_transformers_reaches(config: Any, expected: int | None) -> None:
-    assert positions(config) == expected
+    assert count_positions(config) == expected
 
 
 def rows(*lengths: int) -> list[dict[str, str]]:
