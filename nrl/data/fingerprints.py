@@ -2,14 +2,14 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from nrl.errors import DataError
 
-__all__ = ["Fingerprint", "RowHash", "accept_changed_rows", "check_same_rows"]
+__all__ = ["Fingerprint", "RowHash", "accept_changed_rows", "check_same_rows", "fingerprint_of"]
 
 
 class Fingerprint(NamedTuple):
@@ -51,6 +51,18 @@ class RowHash:
     def fingerprint(self) -> Fingerprint:
         """The fingerprint of the rows so far."""
         return Fingerprint(self._rows, self._hash.hexdigest())
+
+
+def fingerprint_of(rows: Iterable[Any]) -> Fingerprint:
+    """Return the fingerprint of rows.
+
+    >>> fingerprint_of([{"prompt": "a"}]).rows
+    1
+    """
+    row_hash = RowHash()
+    for row in rows:
+        row_hash.add(row)
+    return row_hash.fingerprint
 
 
 def _to_plain(value: Any) -> Any:

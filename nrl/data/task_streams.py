@@ -12,7 +12,7 @@ import numpy as np
 from nrl.arguments import checked
 from nrl.batch import Batch
 from nrl.data.checks import Tokenizer, exists, shown
-from nrl.data.fingerprints import RowHash, check_same_rows
+from nrl.data.fingerprints import Fingerprint, RowHash, check_same_rows, fingerprint_of
 from nrl.data.formats import Format
 from nrl.data.prompts import tasks_of_row
 from nrl.data.rendering import render
@@ -22,7 +22,7 @@ from nrl.envs.contract import Task
 from nrl.envs.seeds import check_not_negative
 from nrl.errors import DataError
 from nrl.log import waiting
-from nrl.stream import counting
+from nrl.stream import Source, counting
 from nrl.stream.cursors import derived
 
 __all__ = ["GENERATED", "Tasks", "epoch", "tasks"]
@@ -83,8 +83,8 @@ def tasks(
             ``"openai/gsm8k/main:train"``, or mappings. Or tasks that are generated: by a pure function from the seed
             and a number from 0 on, or by ``"arithmetic"`` or ``"reversal"``, the functions of `nrl.envs.arithmetic` and
             `nrl.envs.reversal`. Their prompts stay as they are. An attribute ``many`` of the function is called with
-            several numbers in place of it, as where each task would be a request. An attribute ``epoch_size`` is called
-            without arguments for the number of tasks after which they begin again; without it they have no end.
+            several numbers in place of it, as where each task would be a request. An attribute ``all_rows`` gives the
+            rows of which its tasks are all, in an order of each epoch; without it they have no end.
         seed: of the order; of the tasks themselves, where they are generated.
         format: see `rows`.
         template: see `rows`.
@@ -127,7 +127,8 @@ def tasks(
             raise DataError(f"tasks: '{name}' makes its own prompts, so it takes no {wrong}; leave it out")
         many = getattr(made_by, "many", lambda seed, numbers: [made_by(seed, number) for number in numbers])
         numbers = counting(name="data.tasks")
-        size = made_by.epoch_size() if hasattr(made_by, "epoch_size") else None
+        all_rows = made_by.all_rows() if hasattr(made_by, "all_rows") else None
+        size = None if all_rows is None else len(all_rows)
 
         def generated(n: int) -> list[Task]:
             wanted = numbers.take(n)
@@ -138,7 +139,8 @@ def tasks(
                 )
             return list(made)
 
-        return Tasks(*derived(numbers, generated)[:3], (name,), size, {}, (size,))  # all short
+        fingerprint = None if all_rows is None else fingerprint_of(all_rows)
+        return Tasks(*_with_fingerprint(derived(numbers, generated), name, fingerprint), (name,), size, {}, (size,))
     if isinstance(source, str) and ":" not in source and not exists(Path(source)):
         raise DataError(
             f"tasks: '{shown(source, 300)}' is neither a file (looked in {Path.cwd()}) nor one of the generated "
@@ -200,17 +202,21 @@ def tasks(
 
     dropped = {"format": unused} if format is not None else {}
     dropped |= {"max_tokens": long} if max_tokens is not None else {}
-    fingerprint, numbered = row_hash.fingerprint, counting(at, name="data.tasks")
+    verbs = _with_fingerprint(counting(at, name="data.tasks"), table.name, row_hash.fingerprint)
+    return Tasks(*verbs, (table.name,), len(which), dropped, (len(which),))
+
+
+def _with_fingerprint(stream: Source[Task], name: str, fingerprint: Fingerprint | None) -> tuple[Any, Any, Any]:
+    """Return take, state and restore of a stream whose state holds the fingerprint of its rows, if there is one."""
+    if fingerprint is None:
+        return stream[:3]
 
     def restore(state: Mapping[str, Any]) -> None:
         if isinstance(state, Mapping) and "data" in state:
-            check_same_rows(table.name, state["data"], fingerprint)
-        numbered.restore(state)
+            check_same_rows(name, state["data"], fingerprint)
+        stream.restore(state)
 
-    def state() -> dict[str, Any]:
-        return {**numbered.state(), "data": fingerprint._asdict()}
-
-    return Tasks(numbered.take, state, restore, (table.name,), len(which), dropped, (len(which),))
+    return stream.take, lambda: {**stream.state(), "data": fingerprint._asdict()}, restore
 
 
 def epoch(stream: Tasks, most: int | None = None) -> list[Task]:

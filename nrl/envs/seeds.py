@@ -63,7 +63,7 @@ def shuffled(rows: "Callable[[], Sequence[Task]]") -> "Callable[[int, int], Task
         return every[_order(seed, index // len(every), len(every))[index % len(every)]]
 
     made: Any = task
-    made.epoch_size = lambda: len(all_rows())  # for `nrl.data.tasks`
+    made.all_rows = all_rows  # for `nrl.data.tasks`
     return made  # type: ignore[no-any-return]
 
 

@@ -19,6 +19,7 @@ import filelock
 
 from nrl.checkpoint import ELSEWHERE
 from nrl.errors import ConfigError
+from nrl.files import resolve_output
 
 __all__ = ["Folders", "choose", "claim", "dead_end", "entered", "location", "mark_begun", "reusing"]
 
@@ -74,27 +75,16 @@ def location(cfg: Any, who: str) -> Path:
 
 def _read_out(cfg: Any, who: str) -> Path | None:
     """Return the folder that ``cfg.out`` means; None: it names none."""
-    name = getattr(cfg, "out", None)
-    if not name:
+    if not getattr(cfg, "out", None):
         return None
-    if "://" in str(name):
-        raise ConfigError(
-            f"{who}: out={name} is in a store, where no run can append to its files; give a folder on a disk as out=, "
-            f"and, for the checkpoints, checkpoints.to={name}"
-        )
-    if variable := re.search(r"\$([A-Za-z_]\w*|\{[^}]*\}?)", str(name)):
-        key = variable[1].strip("{}").removeprefix("oc.env:") or "NAME"
-        raise ConfigError(
-            f"{who}: out={name} holds {variable[0]}, which is not expanded here; write ${{oc.env:{key}}} in a file or "
-            "on the command line for an environment variable, or give the path itself"
-        )
-    try:
-        out = Path(name).expanduser()
-    except RuntimeError as error:  # there is no such user, or no home
-        raise ConfigError(f"{who}: out={name}: {error}; give the path itself") from error
-    if out.resolve() == Path(out.resolve().anchor):
-        raise ConfigError(f"{who}: out={name} is the root of the file system; give a folder for this run alone")
-    return out
+    # A Path has one slash of an URL's two.
+    in_store = re.match(r"[A-Za-z][\w+.-]+:/", str(cfg.out))
+    if not in_store and isinstance(out := resolve_output(f"{who}: out", cfg.out), Path):
+        return out
+    raise ConfigError(
+        f"{who}: out={cfg.out} is in a store, where no run can append to its files; give a folder on a disk as out=, "
+        f"and, for the checkpoints, checkpoints.to={cfg.out}"
+    )
 
 
 @contextmanager

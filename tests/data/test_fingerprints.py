@@ -14,7 +14,8 @@ import pytest
 import nrl
 from nrl import data
 from nrl.checkpoint import Checkpoints
-from nrl.data.fingerprints import RowHash, accept_changed_rows
+from nrl.data.fingerprints import accept_changed_rows, fingerprint_of
+from nrl.envs.seeds import shuffled
 from nrl.errors import DataError
 from nrl.stream import batched
 
@@ -75,10 +76,7 @@ def test_rows_that_json_does_not_know_are_told_apart_and_equal_in_every_process(
         """Its text holds its address, as that of any object without `__str__`."""
 
     def fingerprint(*rows: Any) -> Any:
-        row_hash = RowHash()
-        for row in rows:
-            row_hash.add(row)
-        return row_hash.fingerprint
+        return fingerprint_of(rows)
 
     pairs: list[tuple[Any, Any]] = [
         (date(2026, 1, 1), date(2026, 1, 2)),
@@ -95,6 +93,14 @@ def test_rows_that_json_does_not_know_are_told_apart_and_equal_in_every_process(
         assert fingerprint({"x": one}) != fingerprint({"x": other})
     assert fingerprint({"x": Picture()}) == fingerprint({"x": Picture()})
     assert fingerprint({"x": 1}, {"y": 2}) != fingerprint({"x": 1, "y": 2})
+
+
+def test_rows_that_come_with_an_environment_are_compared() -> None:
+    stream = data.tasks(shuffled(lambda: ROWS), seed=1)
+    stream.take(3)
+    data.tasks(shuffled(lambda: ROWS), seed=1).restore(stream.state())
+    with pytest.raises(DataError, match="has 8 rows, and had 7"):
+        data.tasks(shuffled(lambda: CHANGED["added"]), seed=1).restore(stream.state())
 
 
 def test_each_source_of_a_mixture_is_compared() -> None:

@@ -56,6 +56,7 @@ from nrl.files import (
     check_sizes,
     flush,
     make,
+    resolve_output,
     saved_in,
     write_manifest,
 )
@@ -515,7 +516,9 @@ class Trainer:
         Raises:
             CheckpointError: they do not, and it is peft's format, or only the engine knows the model.
         """
-        folder = Path(folder).expanduser().absolute()
+        folder = resolve_output("export: folder", folder).absolute()
+        if not isinstance(folder, Path):
+            raise CheckpointError(f"export: {folder} is in a store, where no model can be loaded from; give a folder")
         fn, values = self._method_of(params, "export", "export")
         self.mesh.cluster.check_open("export")
         folder.mkdir(parents=True, exist_ok=True)
