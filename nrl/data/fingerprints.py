@@ -74,7 +74,7 @@ def _to_plain(value: Any) -> Any:
     if hasattr(value, "tolist"):  # of NumPy and torch
         return value.tolist()
     # The text of other objects, such as pictures, may hold an address in memory, which differs from run to run.
-    return type(value).__qualname__ if type(value).__str__ is object.__str__ else str(value)
+    return type(value).__qualname__ if " at 0x" in str(value) else str(value)
 
 
 def _with_text_keys(value: Any) -> Any:

@@ -1,6 +1,7 @@
 """Whether a stream that is restored reads the rows that it read before."""
 
 import json
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 import nrl
 from nrl import data
+from nrl.batch import Batch
 from nrl.checkpoint import Checkpoints
 from nrl.data.fingerprints import accept_changed_rows, fingerprint_of
+from nrl.envs import Task
 from nrl.envs.seeds import shuffled
 from nrl.errors import DataError
 from nrl.stream import batched
 
 ROWS = [{"prompt": letter, "answer": str(number)} for number, letter in enumerate("abcdefg")]
-CHANGED = {
+CHANGED: dict[str, list[dict[str, Any]]] = {
     "added": [*ROWS, {"prompt": "h", "answer": "7"}],
     "removed": ROWS[:-1],
     "changed": [*ROWS[:3], {"prompt": "d", "answer": "4"}, *ROWS[4:]],
@@ -133,15 +137,19 @@ class Config:
     checkpoints: Checkpoints = Checkpoints(every=1)
 
 
-def seen(cfg: Config, steps: int) -> list[list[str]]:
-    prompts = []
+def letters(rows: Sequence[Task]) -> Batch:
+    return Batch({"letters": torch.tensor([ord(row["prompt"]) for row in rows])}, batch_size=[len(rows)])
+
+
+def seen(cfg: Config, steps: int) -> list[list[int]]:
+    batches = []
     with nrl.run(attrs.evolve(cfg, steps=steps)) as run:
-        stream = run.restore(stream=batched(tasks(cfg.data), 2, collate=lambda rows: [row["prompt"] for row in rows]))
+        stream = run.restore(stream=batched(tasks(cfg.data), 2, collate=letters))
         for i, batch in run.steps(stream):
-            prompts.append(batch)
+            batches.append(batch["letters"].tolist())
             run.log(i)
             run.save(i, stream=stream)
-    return prompts
+    return batches
 
 
 def test_a_run_goes_on_with_changed_rows_only_where_its_configuration_says_so(

@@ -68,7 +68,7 @@ def save_beside(model: Model, folder: Path, tokenizer: Any = None) -> None:
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     if isinstance(model.source, str) and (folder / GENERATION).exists():
-        from transformers.utils import cached_file
+        from transformers.utils.hub import cached_file
 
         source = cached_file(locate_source(model.source), GENERATION, _raise_exceptions_for_missing_entries=False)
         if source is not None:

@@ -516,9 +516,10 @@ class Trainer:
         Raises:
             CheckpointError: they do not, and it is peft's format, or only the engine knows the model.
         """
-        folder = resolve_output("export: folder", folder).absolute()
-        if not isinstance(folder, Path):
-            raise CheckpointError(f"export: {folder} is in a store, where no model can be loaded from; give a folder")
+        target = resolve_output("export: folder", folder).absolute()
+        if not isinstance(target, Path):
+            raise CheckpointError(f"export: {target} is in a store, where no model can be loaded from; give a folder")
+        folder = target
         fn, values = self._method_of(params, "export", "export")
         self.mesh.cluster.check_open("export")
         folder.mkdir(parents=True, exist_ok=True)

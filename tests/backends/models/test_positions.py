@@ -16,6 +16,7 @@ from nrl.envs import number, single_turn
 from nrl.errors import ArgumentError, DataError
 
 ROPE = {"rope_theta": 1e4, "factor": 4.0}
+OLD = {"type": "linear"}  # as older files name it
 YARN = ROPE | {"rope_type": "yarn"}
 LLAMA3 = ROPE | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -41,7 +42,7 @@ LLAMA3 = ROPE | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_facto
             ),
             512,
         ),
-        (transformers.Qwen2Config(max_position_embeddings=128, rope_scaling=ROPE | {"type": "linear"}), 512),
+        (transformers.AutoConfig.for_model("qwen2", max_position_embeddings=128, rope_scaling=ROPE | OLD), 512),
         (transformers.LlavaConfig(text_config=transformers.LlamaConfig(max_position_embeddings=256)), 256),
         (transformers.Gemma3TextConfig(max_position_embeddings=8192), 8192),
     ],
