@@ -60,16 +60,16 @@ def main(cfg: Config) -> None:
 
         collate = partial(data.preferences, tokenizer=tokenizer)
         tasks = partial(data.tasks, format=cfg.format, chat=cfg.chat, tokenizer=tokenizer, max_tokens=cfg.max_length)
-        tasks = partial(tasks, collate=data.preferences)
+        tasks = partial(tasks, collate=data.preferences, positions=trainer.positions)
         stream = nrl.batched(tasks(cfg.data, seed=cfg.seed), cfg.pairs, collate=collate)
-        eval_tasks = tasks(cfg.eval_data, seed=cfg.seed + 1).take(cfg.evaluate_pairs) if cfg.eval_data else None
-        measured = with_reference(collate(eval_tasks)) if eval_tasks else None
+        eval_tasks = tasks(cfg.eval_data, seed=cfg.seed + 1) if cfg.eval_data else None
+        eval_batch = with_reference(collate(data.epoch(eval_tasks, cfg.evaluate_pairs))) if eval_tasks else None
         state, stream = run.restore(policy=trainer, stream=stream)
         for i, batch in run.steps(stream):
             state, metrics = step(state, with_reference(batch))
             evaluated = {}
-            if measured is not None and (i % cfg.evaluate_every == 0 or i + 1 == cfg.steps):
-                evaluated = nrl.evaluate(loss, trainer, state.params, measured)
+            if eval_batch is not None and (i % cfg.evaluate_every == 0 or i + 1 == cfg.steps):
+                evaluated = nrl.evaluate(loss, trainer, state.params, eval_batch)
             run.log(i, metrics, evaluated)
             run.save(i, policy=state, stream=stream)
         trainer.export(state.params, run.out / "model")

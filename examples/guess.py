@@ -96,7 +96,7 @@ def main(cfg: Config) -> None:
             nrl.publish(state.params, sampler)
             found = nrl.summary(batch)
             if not (i + 1) % cfg.evaluate_every:
-                played = nrl.grade(sampler, env, asked().take(64), sampling=greedy, seed=10**6)
+                played = nrl.grade(sampler, env, data.epoch(asked(), 64), sampling=greedy, seed=10**6)
                 found |= nrl.measure(played)
             check_mismatch(run.log(i, metrics, found, samples=nrl.samples(batch, sampler.tokenizer)), cfg.max_mismatch)
             run.save(i, policy=state, stream=stream)

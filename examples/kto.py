@@ -64,15 +64,16 @@ def main(cfg: Config) -> None:
 
         collate = partial(data.labelled, tokenizer=tokenizer)
         tasks = partial(data.tasks, format=cfg.format, chat=cfg.chat, tokenizer=tokenizer, max_tokens=cfg.max_length)
-        tasks = partial(tasks, collate=data.labelled)
+        tasks = partial(tasks, collate=data.labelled, positions=trainer.positions)
         stream = nrl.batched(tasks(cfg.data, seed=cfg.seed), cfg.rows, collate=collate)
-        eval_tasks = tasks(cfg.eval_data, seed=cfg.seed + 1).take(cfg.evaluate_rows) if cfg.eval_data else None
+        eval_tasks = tasks(cfg.eval_data, seed=cfg.seed + 1) if cfg.eval_data else None
+        eval_rows = data.epoch(eval_tasks, cfg.evaluate_rows) if eval_tasks else None
         state, stream = run.restore(policy=trainer, stream=stream)
         for i, batch in run.steps(stream):
             state, metrics = step(state, referred(state.params, batch))
             evaluated = {}
-            if eval_tasks is not None and (i % cfg.evaluate_every == 0 or i + 1 == cfg.steps):
-                measured = referred(state.params, collate(eval_tasks))
+            if eval_rows is not None and (i % cfg.evaluate_every == 0 or i + 1 == cfg.steps):
+                measured = referred(state.params, collate(eval_rows))
                 evaluated = nrl.evaluate(loss, trainer, state.params, measured)
             run.log(i, metrics, evaluated)
             run.save(i, policy=state, stream=stream)

@@ -53,15 +53,16 @@ def main(cfg: Config) -> None:
         step = trainer.train_step(loss)
         collate = partial(data.preferences, tokenizer=tokenizer)
         tasks = partial(data.tasks, format=cfg.format, chat=cfg.chat, tokenizer=tokenizer, max_tokens=cfg.max_length)
-        tasks = partial(tasks, collate=data.preferences)
+        tasks = partial(tasks, collate=data.preferences, positions=trainer.positions)
         stream = nrl.batched(tasks(cfg.data, seed=cfg.seed), cfg.pairs, collate=collate)
-        eval_tasks = tasks(cfg.eval_data, seed=cfg.seed + 1).take(cfg.evaluate_pairs) if cfg.eval_data else None
+        eval_tasks = tasks(cfg.eval_data, seed=cfg.seed + 1) if cfg.eval_data else None
+        eval_batch = collate(data.epoch(eval_tasks, cfg.evaluate_pairs)) if eval_tasks else None
         state, stream = run.restore(reward=trainer, stream=stream)
         for i, batch in run.steps(stream):
             state, metrics = step(state, batch)
             evaluated = {}
-            if eval_tasks is not None and ((i + 1) % cfg.evaluate_every == 0 or i + 1 == cfg.steps):
-                evaluated = nrl.evaluate(loss, trainer, state.params, collate(eval_tasks))
+            if eval_batch is not None and ((i + 1) % cfg.evaluate_every == 0 or i + 1 == cfg.steps):
+                evaluated = nrl.evaluate(loss, trainer, state.params, eval_batch)
             run.log(i, metrics, evaluated)
             run.save(i, reward=state, stream=stream)
         trainer.export(state.params, run.out / "model")

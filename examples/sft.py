@@ -56,9 +56,10 @@ def main(cfg: Config) -> None:
 
         collate = partial(data.supervised, tokenizer=tokenizer)
         tasks = partial(data.tasks, format=cfg.format, chat=cfg.chat, tokenizer=tokenizer, max_tokens=cfg.max_length)
-        tasks = partial(tasks, collate=data.supervised)
+        tasks = partial(tasks, collate=data.supervised, positions=trainer.positions)
         stream = nrl.batched(tasks(cfg.data, seed=cfg.seed), cfg.rows, collate=collate)
-        eval_batch = collate(tasks(cfg.eval_data, seed=cfg.seed + 1).take(cfg.evaluate_rows)) if cfg.eval_data else None
+        eval_tasks = tasks(cfg.eval_data, seed=cfg.seed + 1) if cfg.eval_data else None
+        eval_batch = collate(data.epoch(eval_tasks, cfg.evaluate_rows)) if eval_tasks else None
         state, stream = run.restore(policy=trainer, stream=stream)
         for i, batch in run.steps(stream):
             state, metrics = step(state, batch)

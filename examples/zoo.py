@@ -8,7 +8,7 @@ import rich.table
 from attrs.validators import ge
 
 import nrl
-from nrl import Layout, algos, data, tiny
+from nrl import Layout, algos, data, finalize, measure, tiny
 from nrl.algos import clip, from_rewards, group_center, group_normalize, policy_loss
 from nrl.backends import TRAINERS, Sampler, adamw, hf
 
@@ -66,7 +66,7 @@ class Config:
 
 
 def measured(cfg: Config, envs: Any, sampler: Sampler) -> float:  # the mean reward, on another draw of prompts
-    return nrl.finalize(nrl.measure(nrl.grade(sampler, envs.graded, envs.tasks(cfg.seed + 2).take(512))))["eval/reward"]
+    return finalize(measure(nrl.grade(sampler, envs.graded, data.epoch(envs.tasks(cfg.seed + 2), 512))))["eval/reward"]
 
 
 def main(cfg: Config) -> None:

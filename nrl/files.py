@@ -38,6 +38,7 @@ __all__ = [
     "on_disk",
     "part",
     "read_manifest",
+    "resolve_output",
     "saved_in",
     "write",
     "write_manifest",
@@ -56,7 +57,7 @@ _BLOCK = 1 << 24  # bytes that are asked of a store at once, where a whole file 
 
 
 def at(where: str | Folder) -> Folder:
-    """The folder of a path, or of an URL such as ``s3://bucket/runs/qwen``.
+    """The folder of a path, or of an URL such as ``s3://bucket/runs/qwen``. ``~/`` begins one in the home folder.
 
     Raises:
         ConfigError: there is no such protocol, or its package is not installed.
@@ -68,7 +69,7 @@ def at(where: str | Folder) -> Folder:
         return where
     protocol, url, _ = where.partition("://")
     if not url:
-        return Path(where)
+        return Path(where).expanduser()
     from upath import UPath  # what has no store does without it
 
     local: dict[str, Any] = (
@@ -83,6 +84,34 @@ def at(where: str | Folder) -> Folder:
             "s3:// and gcsfs for gs://: install it here and where trainers run, or give the path of a folder"
         ) from error
     return cast("UPath", found)
+
+
+def resolve_output(option: str, name: str | Folder) -> Folder:
+    """Return the folder or file that an option names for writing: ``~/`` is expanded, and what is not meant refused.
+
+    Args:
+        option: how errors begin, such as ``"run: out"``.
+        name: its value.
+
+    Raises:
+        ConfigError: it holds a variable such as ``$HOME``, or is the root of the file system; or as `at` does.
+
+    >>> resolve_output("run: out", "runs/qwen")
+    PosixPath('runs/qwen')
+    """
+    if variable := re.search(r"\$([A-Za-z_]\w*|\{[^}]*\}?)", str(name)):
+        key = variable[1].strip("{}").removeprefix("oc.env:") or "NAME"
+        raise ConfigError(
+            f"{option}={name} holds {variable[0]}, which is not expanded here; write ${{oc.env:{key}}} in a file or on "
+            "the command line for an environment variable, or give the path itself"
+        )
+    try:
+        found = at(str(name)) if isinstance(name, Path) else at(name)
+    except RuntimeError as error:  # there is no such user, or no home
+        raise ConfigError(f"{option}={name}: {error}; give the path itself") from error
+    if isinstance(found, Path) and found.resolve() == Path(found.resolve().anchor):
+        raise ConfigError(f"{option}={name} is the root of the file system; give a folder of its own")
+    return found
 
 
 def make(folder: Folder) -> None:

@@ -29,6 +29,8 @@ class Checkpoints:
             files take of the disk; or the disk, which takes none. The files are the same.
         to: a folder that all nodes share, or the URL of a store of objects, such as ``s3://bucket/runs/qwen``, of this
             run alone. None: the run's own folder.
+        data_changed: what a resumed run does where a source of `nrl.data.tasks` has other rows than when the checkpoint
+            was saved: refuse them with an error, or accept them and go on.
 
     >>> Checkpoints(best="eval/loss", mode="min").every
     50
@@ -41,6 +43,9 @@ class Checkpoints:
     grace: float = attrs.field(default=30.0, validator=attrs.validators.gt(0))
     wait: Literal["copy", "disk"] = attrs.field(default="copy", validator=attrs.validators.in_(["copy", "disk"]))
     to: str | None = None
+    data_changed: Literal["refuse", "accept"] = attrs.field(
+        default="refuse", validator=attrs.validators.in_(["refuse", "accept"])
+    )
 
 
 class Checkpoint(NamedTuple):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nrl.errors import CheckpointError
-from nrl.files import MANIFEST, Folder, at, flush, free_room, make, write
+from nrl.files import MANIFEST, Folder, at, flush, free_room, make, resolve_output, write
 
 __all__ = [
     "DAMAGED",
@@ -55,7 +55,7 @@ def root(own: Path, to: str | None) -> Folder:
     >>> str(root(Path("runs/qwen/checkpoints/train"), "memory://qwen"))
     'memory://qwen/train'
     """
-    return own if to is None else at(to).absolute() / own.name
+    return own if to is None else resolve_output("checkpoints.to", to).absolute() / own.name
 
 
 def located(own: str | Folder) -> Folder:

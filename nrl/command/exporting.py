@@ -12,7 +12,7 @@ from nrl.backends.models.exporting import export_described
 from nrl.backends.training.storage import weights
 from nrl.command.evaluation import kept
 from nrl.errors import CheckpointError
-from nrl.files import MANIFEST, NOT_FINITE, Folder, at, check_sizes, on_disk, saved_in
+from nrl.files import MANIFEST, NOT_FINITE, Folder, at, check_sizes, on_disk, resolve_output, saved_in
 
 __all__ = ["Export", "main"]
 
@@ -26,6 +26,7 @@ class Export:
     checkpoint: str = "best"  # or "newest", or a step, such as 000050; best: the newest, where the run has no best
     value: str = "policy"  # of what run.save was given, by its name there
     dtype: Literal["float32", "bfloat16", "float16"] | None = None  # none: as trainer.export has it
+    trust_remote_code: bool = False  # let Python files run that the checkpoint has taken from its model
 
 
 def main(cfg: Export) -> Path:
@@ -35,7 +36,7 @@ def main(cfg: Export) -> Path:
         CheckpointError: there is no such checkpoint, or no such value in it, or what it has cannot be exported so.
     """
     root, found = _checkpoint(at(cfg.run), cfg.checkpoint)
-    folder, target = found / cfg.value, at(cfg.to) if cfg.to is not None else root / "model"
+    folder, target = found / cfg.value, resolve_output("export: to", cfg.to) if cfg.to is not None else root / "model"
     if not isinstance(target, Path):
         raise CheckpointError(
             f"export: {target} is in a store, where no model can be loaded from; give a folder as to="
@@ -60,7 +61,7 @@ def main(cfg: Export) -> Path:
     target.mkdir(parents=True, exist_ok=True)
     names = [name.removeprefix(f"{DESCRIPTION}/") for name in files if name.startswith(f"{DESCRIPTION}/")]
     with on_disk(folder / DESCRIPTION, names) as described:
-        export_described(weights(folder), described, about["head"], dtype, target)
+        export_described(weights(folder), described, about["head"], dtype, target, cfg.trust_remote_code)
     return target
 
 

@@ -14,6 +14,9 @@ stands: ``model=1e5`` is ``"1e5"``, ``name=null`` is ``"null"``. If a field may 
 text mean None. Every other field reads the text as YAML: ``betas=[0.9, 0.99]``, ``flag=true``,
 ``optimizer={lr: 1e-4}``. In a union such as ``int | str``, a text that YAML reads as one of the types has that type;
 any other text is a string.
+
+In every text of a file or of the command line, ``${oc.env:NAME}`` and ``${oc.env:NAME,default}`` are environment
+variables, and a text that begins with ``~/`` is a path in the home folder.
 """
 
 import inspect
@@ -28,6 +31,7 @@ import yaml
 from nrl.config._typed import fields, structure
 from nrl.config._usage import usage
 from nrl.config._yaml import Problems, Word, mapping, parse, write
+from nrl.config.expansion import expand_variables
 from nrl.config.layers import Layer, explain, merged, read
 from nrl.errors import ConfigError
 
@@ -132,7 +136,7 @@ def load[T](
         for layer in layers:
             values = merged(values, layer.values)
         try:
-            made: T = structure(values, cls)
+            made: T = structure(expand_variables(values), cls)
         except Problems as error:
             problems = [explain(cls, path, text, layers) for path, text in error.found]
         else:

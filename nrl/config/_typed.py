@@ -16,6 +16,7 @@ import attrs
 import cattrs
 
 from nrl.config._yaml import Found, Problems, Word, mapping, parse, word_items
+from nrl.config.expansion import expand_home
 from nrl.errors import ArgumentError
 
 __all__ = ["Unknown", "default_of", "fields", "found", "name", "sections", "structure"]
@@ -128,7 +129,9 @@ def _anything(value: Any, _: Any = Any) -> Any:
     value = parse(value) if isinstance(value, Word) else value
     if isinstance(value, Mapping):
         return {_anything(key): _anything(item) for key, item in value.items()}
-    return [_anything(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_anything(item) for item in value]
+    return expand_home(value) if isinstance(value, str) else value
 
 
 def _scalar(value: Any, kind: Any) -> Any:
@@ -138,13 +141,13 @@ def _scalar(value: Any, kind: Any) -> Any:
         value = str(value) if kind is str else _reading(value)
     small = type(value) is int and abs(value) < 2**1023
     if type(value) is kind or (kind is float and small):
-        return kind(value)
+        return expand_home(value) if isinstance(value, str) else kind(value)
     raise _wrong(kind, value)
 
 
 def _path(value: Any, kind: Any) -> Any:
     if isinstance(value, str | PurePath):
-        return kind(value)
+        return kind(expand_home(str(value)))
     raise _wrong(kind, value)
 
 
@@ -168,7 +171,7 @@ def _union(value: Any, kind: Any) -> Any:
         return structure(value, members[0])
     typed = _reading(value)
     if type(typed) in members and not isinstance(typed, Mapping | list):
-        return str(value) if isinstance(typed, str) else typed
+        return expand_home(str(value)) if isinstance(typed, str) else typed
     fits = {}
     for member in sorted(members, key=lambda member: member is str):  # every text fits str, so it comes last
         with contextlib.suppress(Problems):

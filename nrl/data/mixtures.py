@@ -38,8 +38,8 @@ def mixture(streams: Mapping[str, float | tuple[Stream[Task], float]], *, seed: 
         seed: of the offset, and of the streams made here.
 
     Returns:
-        A stream whose state is the number of tasks taken. ``names`` are the streams' by their number in ``source``,
-        ``dropped`` the sums over them.
+        A stream whose state is the number of tasks taken, with the fingerprint of each source. ``names`` are the
+        streams' by their number in ``source``, ``sizes`` and ``dropped`` theirs, the latter summed up.
 
     Raises:
         DataError: no streams, a weight that is no positive number, a stream without a cursor, or a negative seed.
@@ -61,7 +61,7 @@ def mixture(streams: Mapping[str, float | tuple[Stream[Task], float]], *, seed: 
         stream, weight = value if isinstance(value, tuple) and len(value) == 2 else (None, value)
         weights.append(_weight(name, weight))
         parts.append(tasks(name, seed=seed) if stream is None else stream)
-        if set(parts[-1].state()) != {"cursor"}:
+        if parts[-1].state().keys() - {"data"} != {"cursor"}:
             raise DataError(
                 f"mixture: the state of the stream '{name}' is more than a cursor ({', '.join(parts[-1].state())}); "
                 "give streams such as data.tasks makes, and put transforms around the mixture"
@@ -85,11 +85,28 @@ def mixture(streams: Mapping[str, float | tuple[Stream[Task], float]], *, seed: 
             drawn.append(iter(part.take(which.count(number))))
         return [{**next(drawn[number]), "source": number} for number in which]
 
+    sizes = tuple(getattr(part, "size", None) for part in parts)
+    fingerprints = [part.state().get("data") for part in parts]
+
+    def state() -> dict[str, Any]:
+        return draws.state() | ({"data": fingerprints} if any(fingerprints) else {})
+
+    def restore(state: Mapping[str, Any]) -> None:
+        draws.restore(state)
+        saved = state.get("data", [])
+        if saved and len(saved) != len(parts):
+            raise DataError(
+                f"mixture: the saved state is of {len(saved)} streams, and there are {len(parts)}; give the same ones"
+            )
+        for part, fingerprint in zip(parts, saved, strict=False):
+            if fingerprint is not None:
+                part.restore({"cursor": 0, "data": fingerprint})
+
     dropped: dict[str, int] = {}
     for part in parts:
         for reason, count in getattr(part, "dropped", {}).items():
             dropped[reason] = dropped.get(reason, 0) + count
-    return Tasks(*whole(draws._replace(take=take))[:3], names, None, dropped)
+    return Tasks(*whole(draws._replace(take=take, state=state, restore=restore))[:3], names, None, dropped, sizes)
 
 
 def _weight(name: str, weight: Any) -> Fraction:

@@ -12,6 +12,7 @@ import numpy as np
 from nrl.arguments import checked
 from nrl.batch import Batch
 from nrl.data.checks import Tokenizer, exists, shown
+from nrl.data.fingerprints import Fingerprint, RowHash, check_same_rows, fingerprint_of
 from nrl.data.formats import Format
 from nrl.data.prompts import tasks_of_row
 from nrl.data.rendering import render
@@ -22,7 +23,7 @@ from nrl.envs.references import TaskCheck, faults_of, report
 from nrl.envs.seeds import check_not_negative
 from nrl.errors import DataError
 from nrl.log import waiting
-from nrl.stream import counting
+from nrl.stream import Source, counting
 from nrl.stream.cursors import derived
 
 __all__ = ["GENERATED", "Tasks", "epoch", "tasks"]
@@ -30,6 +31,7 @@ __all__ = ["GENERATED", "Tasks", "epoch", "tasks"]
 _CHECKED = 10_000  # tasks in memory at a time while they are checked
 _IN_VAIN = 1000  # generated tasks in a row of which none can be used, until that is an error
 _QUIET = 5.0  # seconds of reading between two lines about it
+_DRAWS = 64  # the fewest that `epoch` takes from a mixture at once: most may be of a source that has no more tasks
 
 GENERATED: dict[str, Callable[[int, int], Task]] = {"arithmetic": arithmetic.task, "reversal": reversal.task}
 """Tasks that are generated, by name."""
@@ -40,11 +42,12 @@ class Tasks(NamedTuple):
 
     Args:
         take: the next ``n`` tasks.
-        state: all that ``restore`` needs: the number of tasks taken.
+        state: all that ``restore`` needs: the number of tasks taken, and a fingerprint of the rows.
         restore: continue from a state.
         names: of the sources, by their number in ``source``.
         size: tasks in an epoch; None: there are no epochs.
         dropped: rows of the sources that are left out, by reason: ``"format"``, ``"max_tokens"``, ``"check"``.
+        sizes: tasks in an epoch of each source, by its number; None: that source has no end.
 
     >>> tasks([{"prompt": "a"}, {"prompt": "b"}]).size
     2
@@ -56,6 +59,7 @@ class Tasks(NamedTuple):
     names: tuple[str, ...]
     size: int | None
     dropped: Mapping[str, int]
+    sizes: tuple[int | None, ...] = (None,)
 
 
 @checked("data.tasks")
@@ -71,6 +75,7 @@ def tasks(
     max_tokens: int | None = None,
     collate: Callable[[Iterable[Task], Any], Batch] | None = None,
     check: TaskCheck | None = None,
+    positions: int | None = None,
 ) -> Tasks:
     """An endless stream of tasks, each epoch in a new order, which is a function of ``(seed, epoch)``.
 
@@ -82,7 +87,8 @@ def tasks(
             ``"openai/gsm8k/main:train"``, or mappings. Or tasks that are generated: by a pure function from the seed
             and a number from 0 on, or by ``"arithmetic"`` or ``"reversal"``, the functions of `nrl.envs.arithmetic` and
             `nrl.envs.reversal`. Their prompts stay as they are. An attribute ``many`` of the function is called with
-            several numbers in place of it, as where each task would be a request.
+            several numbers in place of it, as where each task would be a request. An attribute ``all_rows`` gives the
+            rows of which its tasks are all, in an order of each epoch; without it they have no end.
         seed: of the order; of the tasks themselves, where they are generated.
         format: see `rows`.
         template: see `rows`.
@@ -94,18 +100,21 @@ def tasks(
             ``collate`` makes of it. None: as long as its prompt, as `render` makes it.
         check: says why no answer to a task can be right, as `nrl.envs.references.task_check` has it of a verifier. Rows
             with such a task are left out, and printed with the reason; of generated tasks, when they are made.
+        positions: how many tokens the model can read, such as ``trainer.positions``: a longer row that ``max_tokens``
+            does not leave out is an error. None: nobody knows.
 
     Returns:
         A stream with ``take(n)``, ``state()`` and ``restore(state)``. Its state is the number of tasks taken, over all
-        epochs; restoring it presumes the same source and seed.
+        epochs, and the number of the source's rows with a hash over them. Restoring it presumes the same seed.
 
     Raises:
         DataError: as `rows` does; a negative seed; options for generated tasks; one of ``tokenizer`` and ``max_tokens``
-            without the other; or no row is short enough.
+            without the other, or ``positions`` without them; no row is short enough, or one is longer than
+            ``positions``. When restored: the source has other rows than before.
 
     >>> stream = tasks([{"prompt": "a"}, {"prompt": "b"}], seed=1, chat=False)
-    >>> sorted(task["prompt"] for task in stream.take(2)), stream.state()
-    (['a', 'b'], {'cursor': 2})
+    >>> sorted(task["prompt"] for task in stream.take(2)), stream.state()["cursor"], stream.state()["data"]["rows"]
+    (['a', 'b'], 2, 2)
     >>> tasks("arithmetic").take(1)[0]["prompt"]
     '17+12='
     """
@@ -113,6 +122,8 @@ def tasks(
     if (tokenizer is None) != (max_tokens is None):
         missing = "max_tokens" if max_tokens is None else "tokenizer"
         raise DataError(f"tasks: to leave long rows out, give both tokenizer and max_tokens; {missing} is missing")
+    if positions is not None and max_tokens is None:
+        raise DataError(f"tasks: positions={positions} needs tokenizer and max_tokens, by which rows are counted")
     made_by = GENERATED.get(source) if isinstance(source, str) else source if callable(source) else None
     if made_by is not None:
         name = source if isinstance(source, str) else str(getattr(source, "__name__", type(source).__name__))
@@ -122,6 +133,8 @@ def tasks(
             raise DataError(f"tasks: '{name}' makes its own prompts, so it takes no {wrong}; leave it out")
         many = getattr(made_by, "many", lambda seed, numbers: [made_by(seed, number) for number in numbers])
         numbers = counting(name="data.tasks")
+        all_rows = made_by.all_rows() if hasattr(made_by, "all_rows") else None
+        size = None if all_rows is None else len(all_rows)
 
         def generated(n: int) -> list[Task]:
             wanted = numbers.take(n)
@@ -134,7 +147,10 @@ def tasks(
 
         faulty: dict[str, int] = {} if check is None else {"check": 0}
         take = generated if check is None else _without_faults(generated, check, name, faulty)
-        return Tasks(*derived(numbers, take)[:3], (name,), None, faulty)  # all short
+        fingerprint = None if all_rows is None else fingerprint_of(all_rows)
+        if check is not None and all_rows is not None:
+            size = len(all_rows) - len(faults_of(check, all_rows))
+        return Tasks(*_with_fingerprint(derived(numbers, take), name, fingerprint), (name,), size, faulty, (size,))
     if isinstance(source, str) and ":" not in source and not exists(Path(source)):
         raise DataError(
             f"tasks: '{shown(source, 300)}' is neither a file (looked in {Path.cwd()}) nor one of the generated "
@@ -147,20 +163,34 @@ def tasks(
     made = tasks_of_row(format, template, chat)
     length = _length(tokenizer, collate, max_tokens)
     kept = array("q")  # of each task: its row, and its number among the tasks of the row
-    total = unused = long = 0
+    total = unused = long = beyond = 0
+    longest = (0, "")  # tokens of a row that has more than there are positions, and where it stands
+    row_hash = RowHash()
     last = time.monotonic()
     for index, row in enumerate(table.rows):
         if time.monotonic() - last > _QUIET:
             last = time.monotonic()
             print(f"data: {index} of {len(table.rows)} rows of {table.name} have been read", flush=True)  # noqa: T201
         found = made(row, table.place(index))
+        row_hash.add(row)
         unused += not found
         for number, task in enumerate(found):
             total += 1
-            if max_tokens is not None and length(task, table.place(index)) > max_tokens:
+            tokens = 0 if max_tokens is None else length(task, table.place(index))
+            if max_tokens is not None and tokens > max_tokens:
                 long += 1
-            else:
-                kept.extend((index, number))
+                continue
+            kept.extend((index, number))
+            if positions is not None and tokens > positions:
+                beyond += 1
+                longest = max(longest, (tokens, table.place(index)))
+    if beyond:
+        raise DataError(
+            f"tasks: {beyond} of {total} rows have more tokens than the {positions} positions of the model "
+            f"(max_position_embeddings); the longest has {longest[0]} ({longest[1]}). Set max_tokens={positions} (in "
+            f"the examples max_length={positions}) in place of {max_tokens} to leave them out, or take a model with "
+            "more positions"
+        )
     if long:
         said = f"{long} of {total} rows of {table.name} have more than {max_tokens} tokens"
         if not kept:
@@ -186,7 +216,21 @@ def tasks(
     dropped = {"format": unused} if format is not None else {}
     dropped |= {"max_tokens": long} if max_tokens is not None else {}
     dropped |= {"check": faults} if check is not None else {}
-    return Tasks(*counting(at, name="data.tasks")[:3], (table.name,), len(which), dropped)
+    verbs = _with_fingerprint(counting(at, name="data.tasks"), table.name, row_hash.fingerprint)
+    return Tasks(*verbs, (table.name,), len(which), dropped, (len(which),))
+
+
+def _with_fingerprint(stream: Source[Task], name: str, fingerprint: Fingerprint | None) -> tuple[Any, Any, Any]:
+    """Return take, state and restore of a stream whose state holds the fingerprint of its rows, if there is one."""
+    if fingerprint is None:
+        return stream[:3]
+
+    def restore(state: Mapping[str, Any]) -> None:
+        if isinstance(state, Mapping) and "data" in state:
+            check_same_rows(name, state["data"], fingerprint)
+        stream.restore(state)
+
+    return stream.take, lambda: {**stream.state(), "data": fingerprint._asdict()}, restore
 
 
 def _leave_out(
@@ -258,24 +302,47 @@ def _without_faults(
 def epoch(stream: Tasks, most: int | None = None) -> list[Task]:
     """Take the next tasks of a stream, none of them twice, for an evaluation.
 
+    Where the stream has fewer tasks than ``most``, a line says how many are taken. Of a mixture, a source of which all
+    tasks are taken gives no more, and the others go on.
+
     Args:
-        stream: from `tasks`.
+        stream: from `tasks` or `mixture`.
         most: no more than so many; None: as many as an epoch has.
 
     Returns:
         At most an epoch. (From the middle of one it reaches into the next, which has another order.)
 
     Raises:
-        DataError: ``most`` is less than 1, or None where the source has no end.
+        DataError: ``most`` is less than 1, or None where a source has no end.
 
-    >>> [task["prompt"] for task in epoch(tasks([{"prompt": "a"}, {"prompt": "b"}], shuffle=False, chat=False), 5)]
+    >>> rows = tasks([{"prompt": "a"}, {"prompt": "b"}], shuffle=False, chat=False)
+    >>> [task["prompt"] for task in epoch(rows, 5)]
+    data: the source has 2 rows, fewer than the 5 wanted for an evaluation; each is taken once
     ['a', 'b']
     """
-    if most is None and stream.size is None:
-        raise DataError(f"epoch: {', '.join(stream.names)} has no end; say how many tasks, as most=")
+    endless = [name for name, size in zip(stream.names, stream.sizes, strict=True) if size is None]
+    if most is None and endless:
+        raise DataError(f"epoch: {', '.join(endless)} has no end; say how many tasks, as most=")
     if most is not None and most < 1:
         raise DataError(f"epoch: most is {most}; give at least 1")
-    return stream.take(min(each for each in (most, stream.size) if each is not None))
+    total = None if endless else sum(size or 0 for size in stream.sizes)
+    count = min(number for number in (most, total) if number is not None)
+    if most is not None and count < most:
+        wanted = f"fewer than the {most} wanted for an evaluation; each is taken once"
+        print(f"data: {', '.join(stream.names)} has {count} rows, {wanted}", flush=True)  # noqa: T201
+    if len(stream.sizes) == 1:
+        return stream.take(count)
+    left = list(stream.sizes)
+    taken: list[Task] = []
+    while len(taken) < count:
+        for task in stream.take(max(count - len(taken), _DRAWS)):
+            number = task["source"]
+            size = left[number]
+            if size == 0 or len(taken) == count:
+                continue
+            taken.append(task)
+            left[number] = None if size is None else size - 1
+    return taken
 
 
 def _length(

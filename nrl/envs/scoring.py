@@ -14,6 +14,7 @@ import torch
 from nrl.arguments import checked
 from nrl.backends import Model, Params, adamw, fsdp
 from nrl.backends.models.loading import load_config, load_tokenizer
+from nrl.backends.models.positions import count_positions
 from nrl.batch import Batch, assign, concatenate
 from nrl.data import supervised
 from nrl.envs import Task, Trace
@@ -74,7 +75,7 @@ def reward_model(
                 f"reward_model: {model.source} is a {', '.join(kinds)}, which has {what}; give what "
                 "examples/reward_model.py has exported, or another model for sequence classification with one label"
             )
-    most = min(max_tokens, getattr(config, "max_position_embeddings", None) or max_tokens)
+    most = min(max_tokens, count_positions(config) or max_tokens)
     if max_length is not None and not 1 <= max_length <= most:
         raise ArgumentError(
             f"reward_model: max_length is {max_length}; give from 1 to {most}, the fewer of the model's positions and "

@@ -3,7 +3,7 @@
 import functools
 import random
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nrl.errors import DataError
 
@@ -53,13 +53,18 @@ def shuffled(rows: "Callable[[], Sequence[Task]]") -> "Callable[[int, int], Task
     """
     kept = list["Sequence[Task]"]()
 
-    def task(seed: int, index: int) -> "Task":
+    def all_rows() -> "Sequence[Task]":
         if not kept:
             kept.append(rows())
-        every = kept[0]
+        return kept[0]
+
+    def task(seed: int, index: int) -> "Task":
+        every = all_rows()
         return every[_order(seed, index // len(every), len(every))[index % len(every)]]
 
-    return task
+    made: Any = task
+    made.all_rows = all_rows  # for `nrl.data.tasks`
+    return made  # type: ignore[no-any-return]
 
 
 @functools.lru_cache(16)

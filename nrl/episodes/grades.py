@@ -19,6 +19,7 @@ from nrl.data import render
 from nrl.envs import STATUSES, Env, Task, Verifier, extractor, single_turn
 from nrl.envs.contract import is_env
 from nrl.episodes.episode import Episode
+from nrl.episodes.lengths import check_answer_length
 from nrl.episodes.rollout_batch import played
 from nrl.episodes.transcripts import last_turn, rows_of_episodes, transcriber
 from nrl.errors import DataError, EnvError, NrlError
@@ -108,6 +109,7 @@ def grade(
 
     Raises:
         DataError: there are no tasks, or ``n`` is not positive.
+        ArgumentError: ``max_new_tokens`` of the sampling are more than the sampler's context has tokens.
         EnvError: the verifier is neither a function nor an environment, or there is a ``timeout`` for an environment.
         GenerationError: the sampler could not serve a request. Its other errors are passed on, too.
 
@@ -121,6 +123,7 @@ def grade(
     >>> graded.answer, len(graded.samples)
     ('2', 4)
     """
+    check_answer_length("grade", sampler, sampling)
     if is_env(verifier):
         if not isinstance(timeout, EllipsisType):
             raise EnvError(

@@ -1,13 +1,41 @@
-"""Requests that cannot fit into the context, told from a part of their text: to encode a megabyte takes a second."""
+"""Requests and answers that cannot fit into the context of a sampler.
+
+A request is told from a part of its text: to encode a megabyte takes a second.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from nrl.backends.base import Sampling
+from nrl.backends.samplers import Sampler
 from nrl.data.rendering import encode
+from nrl.errors import ArgumentError
 
-__all__ = ["least_tokens"]
+__all__ = ["check_answer_length", "least_tokens"]
 
 _PROBED = 8  # characters for each token of the context; of a longer text this much is encoded
+
+
+def check_answer_length(who: str, sampler: Sampler, sampling: Sampling | None) -> None:
+    """Check before anything is sampled that an answer may be as long as the sampling says.
+
+    Args:
+        who: how the error begins.
+        sampler: has a context.
+        sampling: None: the sampler's own.
+
+    Raises:
+        ArgumentError: ``max_new_tokens`` are more than the context has for prompt and answer together.
+    """
+    chosen = sampling or sampler.sampling
+    if chosen.max_new_tokens > sampler.context_length:
+        raise ArgumentError(
+            f"{who}: sampling.max_new_tokens={chosen.max_new_tokens} is more than the {sampler.context_length} tokens "
+            "that prompt and answer may have together (the positions of the model, unless its tokenizer or its engine "
+            f"has a smaller limit); set sampling.max_new_tokens below {sampler.context_length}, or take a model with "
+            "more positions",
+            "sampling",
+        )
 
 
 def least_tokens(request: Any, tokenizer: Any, context_length: int) -> int:

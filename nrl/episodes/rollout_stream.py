@@ -15,6 +15,7 @@ from nrl.batch import Batch
 from nrl.envs import Env, Task
 from nrl.episodes.episode import Episode
 from nrl.episodes.groups import Group
+from nrl.episodes.lengths import check_answer_length
 from nrl.episodes.rollout_batch import batch_of
 from nrl.episodes.running import ENDED, Running, Schedule, check_env
 from nrl.errors import DataError, EnvError, LostRequest
@@ -52,6 +53,7 @@ def rollouts(
     Raises:
         EnvError: ``env`` is no environment.
         DataError: ``n``, ``patience`` or ``concurrency`` is not positive.
+        ArgumentError: ``max_new_tokens`` of the sampling are more than the sampler's context has tokens.
         EnvError: (when taken from) the patience is used up.
         LostRequest: the same, if it was the sampler that failed.
 
@@ -70,6 +72,7 @@ def rollouts(
         raise DataError(f"rollouts: n is {n}; a group needs at least one episode")
     if patience < 1:
         raise DataError(f"rollouts: patience is {patience}; it must be at least 1")
+    check_answer_length("rollouts", sampler, sampling)
     return _stream(_Rolled(sampler, env, tasks, n, sampling, seed, patience), Schedule.bounded("rollouts", concurrency))
 
 

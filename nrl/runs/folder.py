@@ -5,6 +5,7 @@ it was.
 """
 
 import contextlib
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,6 +19,7 @@ import filelock
 
 from nrl.checkpoint import ELSEWHERE
 from nrl.errors import ConfigError
+from nrl.files import resolve_output
 
 __all__ = ["Folders", "choose", "claim", "dead_end", "entered", "location", "mark_begun", "reusing"]
 
@@ -62,12 +64,27 @@ def location(cfg: Any, who: str) -> Path:
     Within `reusing` a later attempt gets the new folder of the earlier one.
 
     Raises:
-        ConfigError: it is a file; ``who`` begins the message.
+        ConfigError: it is a file, the root of the file system or in a store, or holds a variable; ``who`` begins the
+            message.
     """
-    out = Path(cfg.out) if getattr(cfg, "out", None) else (_attempt.get() or _Attempt(Folders())).next_new()
+    out = _read_out(cfg, who) or (_attempt.get() or _Attempt(Folders())).next_new()
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{who}: out={out} is a file; give a folder, or leave it out to make a new one")
     return out
+
+
+def _read_out(cfg: Any, who: str) -> Path | None:
+    """Return the folder that ``cfg.out`` means; None: it names none."""
+    if not getattr(cfg, "out", None):
+        return None
+    # A Path has one slash of an URL's two.
+    in_store = re.match(r"[A-Za-z][\w+.-]+:/", str(cfg.out))
+    if not in_store and isinstance(out := resolve_output(f"{who}: out", cfg.out), Path):
+        return out
+    raise ConfigError(
+        f"{who}: out={cfg.out} is in a store, where no run can append to its files; give a folder on a disk as out=, "
+        f"and, for the checkpoints, checkpoints.to={cfg.out}"
+    )
 
 
 @contextmanager
@@ -84,13 +101,16 @@ def entered(cfg: Any, choose: Callable[[Any], Path] = choose) -> Iterator[Path]:
     Raises:
         ConfigError: as ``choose`` does; or another process is in the folder.
     """
-    named = Path(cfg.out) if getattr(cfg, "out", None) else None
-    above = Path("runs") if named is None else named
-    made = [path for path in (above, *above.parents) if not path.exists()]
+    above = Path("runs")
+    missing = [path for path in (above, *above.parents) if not path.exists()]
     out = choose(cfg)
+    if getattr(cfg, "out", None):  # it is made below; a folder without a name is there already
+        made = [path for path in (out, *out.parents) if not path.exists()]
+    else:
+        made = [out, *missing]
     with ExitStack() as stack:
         claim(out, stack)
-        stack.enter_context(_undone(out, made if named else [out, *made]))
+        stack.enter_context(_undone(out, made))
         yield out
 
 

@@ -22,6 +22,7 @@ from nrl.arguments import check_argument, described
 from nrl.backends import Trainer
 from nrl.batch import Batch
 from nrl.checkpoint import Checkpoints
+from nrl.data.fingerprints import accept_changed_rows
 from nrl.episodes.rollout_stream import end_all
 from nrl.errors import ArgumentError, CheckpointError, ConfigError
 from nrl.files import Folder
@@ -85,7 +86,10 @@ class Run:
             ArgumentError: a value is given by its place.
             CheckpointError: every checkpoint is damaged, or they hold other names; or a process of a trainer does not
                 share the folder with the program; or ``checkpoints.to`` has changed.
+            DataError: a stream reads a source whose rows have changed, and ``checkpoints.data_changed`` is not
+                ``"accept"``.
             ConfigError: ``checkpoints.to`` holds another run's.
+            ModelError: the files of a trainer's model could not be written at an export.
 
         >>> import attrs, tempfile
         >>> from nrl.stream import counting
@@ -115,6 +119,8 @@ class Run:
         self._on_its_way.wait()
         known = self._loop(loop)
         known.names = frozenset(named)
+        for trainer in checkpoint.trainers(named).values():
+            trainer.check_export()
         had = self._share("run.restore", known, named)
         found = checkpoint.newest(known.checkpoints, readers=checkpoint.trainers(named))
         if found is None:
@@ -125,7 +131,8 @@ class Run:
             if not had:
                 config_file.check_same(self._text, found.meta.get("config"), known.checkpoints)
             known.begins = found.step + 1
-            values = checkpoint.load(found.folder, **named)
+            with accept_changed_rows(self.keep.data_changed == "accept"):
+                values = checkpoint.load(found.folder, **named)
             if champion := checkpoint.best(checkpoint.checkpoints(known.checkpoints), self.keep):
                 known.best = checkpoint.score(champion.meta["metrics"], self.keep) or 0.0
             print(f"{loop}: {found.step + 1} of {found.meta['steps']} steps were done; going on after them", flush=True)

@@ -66,7 +66,7 @@ def test_a_mixture_is_a_function_of_its_cursor(weights: list[float], seed: int, 
     pieces = [task for n in takes for task in apart.take(n)]
     assert pieces == whole[: sum(takes)]
     state = json.loads(json.dumps(apart.state()))
-    assert state == {"cursor": sum(takes)}
+    assert state["cursor"] == sum(takes)
     again = made()
     again.take(3)
     again.restore(state)
@@ -108,7 +108,7 @@ def test_the_source_becomes_a_column() -> None:
         state = groups.state()
     sources = [task["source"] for task in data.mixture({"one": (sums, 1), "arithmetic": 1}).take(4)]
     assert batch["source"].tolist() == [each for each in sources for _ in range(2)]
-    assert state["tasks"] == {"cursor": 4}
+    assert state["tasks"] == {"cursor": 4, "data": [sums.state()["data"], None]}
 
 
 def test_what_was_dropped_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,3 +209,25 @@ def test_filters_need_both_and_name_the_row() -> None:
     rows = [{"prompt": "a", "response": "b"}, {"prompt": "a"}]
     with pytest.raises(DataError, match="tasks: row 1: supervised: row 0 has no 'response'; it has prompt"):
         data.tasks(rows, chat=False, tokenizer=CHARS, max_tokens=9, collate=data.supervised)
+
+
+# --- an epoch, for an evaluation
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.floats(0.1, 10.0)), min_size=1, max_size=4), st.integers(1, 60))
+def test_an_epoch_of_a_mixture_has_no_row_twice(parts: list[tuple[int, float]], most: int) -> None:
+    streams = {
+        str(number): (letters("abcdefghi"[:size], seed=number), weight) for number, (size, weight) in enumerate(parts)
+    }
+    taken = data.epoch(data.mixture(streams), most)
+    names = [(task["source"], task["prompt"]) for task in taken]
+    assert len(set(names)) == len(names) == min(most, sum(size for size, _ in parts))
+
+
+def test_an_epoch_of_a_mixture_ends_where_all_its_sources_do() -> None:
+    finite = data.mixture({"a": (letters("abc"), 100), "b": (letters("de"), 1)})
+    assert sorted(task["prompt"] for task in data.epoch(finite)) == list("abcde")
+    endless = data.mixture({"a": (letters("abc"), 1), "arithmetic": 1})
+    assert Counter(task["source"] for task in data.epoch(endless, 40)) == {0: 3, 1: 37}
+    with pytest.raises(DataError, match="epoch: arithmetic has no end; say how many tasks, as most="):
+        data.epoch(endless)

@@ -10,6 +10,7 @@ from tokenizers.processors import TemplateProcessing
 from nrl import data, tiny
 from nrl.envs import arithmetic
 from nrl.envs.contract import Task
+from nrl.envs.seeds import shuffled
 from nrl.errors import DataError, ModelError, NrlError
 from nrl.stream import Stream
 
@@ -223,7 +224,7 @@ def test_restoring_continues(cursor: int) -> None:
     stream = data.tasks(letters(5), seed=3)
     stream.take(cursor)
     state = json.loads(json.dumps(stream.state()))
-    assert state == {"cursor": cursor}
+    assert state["cursor"] == cursor
     again = data.tasks(letters(5), seed=3)
     again.take(2)
     again.restore(state)
@@ -459,3 +460,18 @@ def test_an_epoch_of_a_source_without_an_end_needs_a_bound() -> None:
         data.epoch(data.tasks("arithmetic"))
     with pytest.raises(DataError, match="epoch: most is 0; give at least 1"):
         data.epoch(data.tasks("arithmetic"), 0)
+
+
+def test_an_evaluation_says_that_a_source_has_fewer_rows_than_wanted(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = data.tasks([{"prompt": str(number)} for number in range(7)], chat=False)
+    assert len(data.epoch(rows, 7)) == 7
+    assert capsys.readouterr().out == ""
+    assert len(data.epoch(rows, 256)) == 7
+    said = capsys.readouterr().out
+    assert "the source has 7 rows, fewer than the 256 wanted for an evaluation; each is taken once" in said
+
+
+def test_an_epoch_of_rows_that_come_with_an_environment_has_every_row_once() -> None:
+    stream = data.tasks(shuffled(lambda: [{"prompt": letter} for letter in "abc"]), seed=4)
+    assert (stream.size, stream.sizes) == (3, (3,))
+    assert sorted(task["prompt"] for task in data.epoch(stream, 64)) == ["a", "b", "c"]

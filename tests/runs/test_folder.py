@@ -10,6 +10,7 @@ import pytest
 
 import nrl
 import nrl.config
+from nrl.checkpoint import Checkpoints
 from nrl.errors import ConfigError, LostActor
 from nrl.runs import Run, run
 from tests.children import child
@@ -248,3 +249,59 @@ def test_a_folder_that_is_gone_is_made_again_by_a_retry(tmp_path: Path, monkeypa
 def test_a_negative_number_of_steps(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="run: steps=-3; give 0 or more"), run(Config(steps=-3, out=tmp_path)):
         pass
+
+
+@attrs.frozen
+class Texts:
+    out: str | Path
+    checkpoints: Checkpoints = Checkpoints()
+
+
+@pytest.mark.parametrize(
+    ("out", "match"),
+    [
+        ("s3://bucket/run", r"out=s3://bucket/run is in a store.* checkpoints\.to=s3://bucket/run"),
+        (Path("gs://bucket/run"), "is in a store"),
+        ("file:///tmp/run", "is in a store"),
+        ("/", "out=/ is the root of the file system"),
+        ("//", "is the root of the file system"),
+        ("/tmp/..", "is the root of the file system"),
+        ("$RUNS/a", r"holds \$RUNS, which is not expanded here; write \$\{oc\.env:RUNS\}"),
+        ("${RUNS}/a", r"holds \$\{RUNS\}, which is not expanded here; write \$\{oc\.env:RUNS\}"),
+        ("runs/${seed}", r"holds \$\{seed\}"),
+        ("${oc.env:RUNS}/a", r"write \$\{oc\.env:RUNS\}"),
+        ("~nobody-of-this-name/a", "out=~nobody-of-this-name/a: .*; give the path itself"),
+    ],
+)
+def test_an_out_that_is_no_folder_is_refused(
+    out: str | Path, match: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=match), nrl.run(Texts(out=out)):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("out", ["~/a/b", "~//a/b", "~/a/../a/b"])
+def test_an_out_in_the_home_folder(out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    with nrl.run(Texts(out=out)) as run:
+        assert run.out.resolve() == tmp_path / "home" / "a" / "b"
+    assert (tmp_path / "home" / "a" / "b" / "config.yaml").is_file()
+    assert not (tmp_path / "~").exists()
+
+
+@pytest.mark.parametrize("out", ["cost $5", "a$(b)", "it's", "~", "a~/b", "run."])
+def test_odd_names_of_folders_stay(out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    with nrl.run(Texts(out=out)) as run:
+        assert run.out.resolve() == tmp_path / ("home" if out == "~" else out)
+
+
+@pytest.mark.parametrize(("to", "match"), [("/", "root of the file system"), ("$RUNS/a", r"holds \$RUNS")])
+def test_the_place_of_checkpoints_is_resolved_as_out_is(to: str, match: str, tmp_path: Path) -> None:
+    cfg = Texts(out=str(tmp_path / "run"), checkpoints=Checkpoints(to=to))
+    with run(cfg) as entered, pytest.raises(ConfigError, match=match):
+        entered.restore(total=0)

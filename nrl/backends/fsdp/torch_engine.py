@@ -25,6 +25,7 @@ from nrl.backends.fsdp.optimizing import TorchOptimizer
 from nrl.backends.fsdp.outputs import compute
 from nrl.backends.fsdp.torch_state import TorchParams, TorchState
 from nrl.backends.models import loading, lora, splitting
+from nrl.backends.models.describing import save_beside
 from nrl.backends.models.exporting import export_weights
 from nrl.backends.models.named_weights import head_weight
 from nrl.backends.models.routers import sizes
@@ -397,5 +398,4 @@ class TorchEngine:
             return
         dtype: Any = getattr(torch, self.model.dtype)
         export_weights(weights, lora.unwrap(sharding.skeleton(params)).to(dtype), folder)
-        if self.model.tokenizer is not None or isinstance(self.model.source, str):
-            loading.load_tokenizer(self.model).save_pretrained(folder)
+        save_beside(self.model, folder)

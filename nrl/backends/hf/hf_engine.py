@@ -13,8 +13,9 @@ from nrl.backends.hf.cache import prepare
 from nrl.backends.hf.decoding import Decoding, Stops
 from nrl.backends.hf.recording import Recording
 from nrl.backends.models import lora
-from nrl.backends.models.loading import context_length, end_tokens, load_tokenizer
+from nrl.backends.models.loading import end_tokens, load_tokenizer
 from nrl.backends.models.pieces import Filling, wholes
+from nrl.backends.models.positions import context_length
 from nrl.backends.models.splitting import in_files, parts
 from nrl.runtime.intraop import fit_threads
 from nrl.runtime.mesh.resting import rest, wake

@@ -13,7 +13,8 @@ from nrl.backends.base import Model, Piece
 from nrl.backends.megatron import adapters
 from nrl.backends.megatron.groups import Groups
 from nrl.backends.megatron.weights import own
-from nrl.backends.models import loading, lora, splitting
+from nrl.backends.models import lora, splitting
+from nrl.backends.models.describing import save_beside
 from nrl.backends.models.exporting import export_weights
 from nrl.backends.models.named_weights import named_tensors
 from nrl.backends.models.pieces import nothing, wholes
@@ -129,7 +130,6 @@ def export(folder: Path, params: _Stages | Adapter[_Stages], pieces: Iterator[Pi
             lora.export(skeleton(model), dict(weights), model, folder)
             return
         export_weights(weights, skeleton(attrs.evolve(model, lora=None)), folder)
-        if model.tokenizer is not None or isinstance(model.source, str):
-            loading.load_tokenizer(model).save_pretrained(folder)
+        save_beside(model, folder)
 
     written_whole(pieces, at.peers, write)

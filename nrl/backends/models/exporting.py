@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from nrl.backends.base import Model
 from nrl.backends.models import pieces, safetensors, splitting
-from nrl.backends.models.loading import save_model, skeleton
+from nrl.backends.models.loading import GENERATION, save_model, skeleton
 from nrl.backends.models.named_weights import check_arrived, named_tensors
 from nrl.log import waiting
 
@@ -23,7 +23,12 @@ _FILE, _INDEX, _LARGEST = "model{suffix}.safetensors", "model.safetensors.index.
 
 
 def export_described(
-    weights: Iterable[tuple[str, Tensor]], described: Path, head: Any, dtype: torch.dtype, folder: Path
+    weights: Iterable[tuple[str, Tensor]],
+    described: Path,
+    head: Any,
+    dtype: torch.dtype,
+    folder: Path,
+    trust_remote_code: bool = False,
 ) -> None:
     """As `export_weights`, of a model whose config and tokenizer are in a folder: `describing.description` made them.
 
@@ -33,13 +38,16 @@ def export_described(
         head: of the model, as `Model` has it.
         dtype: that files get.
         folder: where to.
+        trust_remote_code: as in `Model`: let Python files of the described folder run.
 
     Raises:
-        ModelError: a weight did not come.
+        ModelError: a weight did not come, or the model has code, which is not trusted.
     """
-    export_weights(weights, skeleton(Model(str(described), head=head), dtype=dtype), folder)
-    for each in described.iterdir():  # the tokenizer; configs have been written with the weights
-        if each.name not in ("config.json", "generation_config.json"):
+    model = Model(str(described), head=head, trust_remote_code=trust_remote_code)
+    export_weights(weights, skeleton(model, dtype=dtype), folder)
+    for each in described.iterdir():  # the tokenizer, and what else lies there; the config came with the weights
+        has_no_generation = each.name == GENERATION and not (folder / GENERATION).exists()
+        if each.name != "config.json" and not has_no_generation:
             shutil.copyfile(each, folder / each.name)
 
 

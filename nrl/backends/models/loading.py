@@ -18,9 +18,9 @@ from nrl.errors import ModelError
 from nrl.log import waiting
 
 __all__ = [
+    "GENERATION",
     "build",
     "called",
-    "context_length",
     "dropout_off",
     "end_tokens",
     "files",
@@ -30,9 +30,13 @@ __all__ = [
     "load_config",
     "load_configs",
     "load_tokenizer",
+    "locate_source",
     "save_model",
     "skeleton",
 ]
+
+GENERATION = "generation_config.json"
+"""The file of a generation config."""
 
 _TOKENIZERS = ("tokenizer*", "vocab*", "*.model")
 _WANTED, _UNWANTED = ["*.json", "*.safetensors"], ["original/*", "consolidated*"]  # files on the hub
@@ -69,7 +73,7 @@ def build(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
         else:
             with _quiet(model.head != "lm"), _counting(f"loading the weights of {model.source}"):
                 module, info = auto.from_pretrained(
-                    _here(model.source),
+                    locate_source(model.source),
                     dtype=dtype,
                     output_loading_info=True,
                     trust_remote_code=model.trust_remote_code,  # with None it would ask on stdin
@@ -165,7 +169,7 @@ def files(model: Model) -> Path | None:
     return Path(snapshot_download(str(model.source), allow_patterns=wanted, ignore_patterns=_UNWANTED))
 
 
-def _here(source: str | Path) -> str:
+def locate_source(source: str | Path) -> str:
     """Where transformers reads: a folder; a name of the hub; or, while that cannot be reached, what it gave before.
 
     One question: transformers itself repeats one for each file, for a minute and longer.
@@ -209,8 +213,11 @@ def skeleton(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
                 config, dtype=dtype or getattr(torch, model.dtype), trust_remote_code=model.trust_remote_code
             )
         module.tie_weights()  # accelerate has untied them
-        if folder is not None and module.can_generate() and (folder / "generation_config.json").is_file():
-            module.generation_config = GenerationConfig.from_pretrained(folder)
+        if folder is not None and module.can_generate():  # as transformers reads it where it loads weights
+            alone = (folder / GENERATION).is_file()
+            within: dict[str, Any] = {"config_file_name": "config.json", "_from_model_config": True}
+            with contextlib.suppress(Exception):  # it has a default where the file cannot be used
+                module.generation_config = GenerationConfig.from_pretrained(folder, **({} if alone else within))
     except Exception as error:  # transformers raises all kinds
         raise ModelError(f"Model(source={called(model)}): {_reason(model.source, error, wanted)}") from error
     return finished(module, model)
@@ -269,14 +276,28 @@ def _reason(source: Any, error: Exception, wanted: str) -> str:
 
 
 def save_model(module: nn.Module, folder: str | Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Write config and weights in Hugging Face format; ``weights`` are those to write, and None: the model's own."""
+    """Write config and weights in Hugging Face format; ``weights`` are those to write, and None: the model's own.
+
+    The generation config is written as it is. transformers refuses to write one that contradicts itself, such as
+    ``do_sample=False`` with a ``temperature``, although it reads it.
+    """
+    from transformers import GenerationConfig
+
     # In a process group, transformers by itself writes in the first process alone
     module.should_save_on_this_rank = lambda is_main_process: is_main_process  # type: ignore[assignment]
+    whole: Any = module
+    generation = whole.generation_config if whole.can_generate() else None
     try:
+        if generation is not None:
+            whole.generation_config = GenerationConfig()
         with _counting(f"writing the model to {folder}"):
-            module.save_pretrained(folder, state_dict=weights)  # type: ignore[operator]
+            whole.save_pretrained(folder, state_dict=weights)
+        if generation is not None:
+            generation.to_json_file(Path(folder) / GENERATION, use_diff=True, keys_to_pop=["compile_config"])
     finally:
         del module.should_save_on_this_rank
+        if generation is not None:
+            whole.generation_config = generation
 
 
 @contextlib.contextmanager
@@ -330,7 +351,7 @@ def load_configs(model: Model) -> tuple[Any, Any]:
             fields = dict(model.source)
             config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
             return config, transformers.GenerationConfig.from_model_config(config)
-        source = _here(model.source)
+        source = locate_source(model.source)
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code)
         try:
             generation = transformers.GenerationConfig.from_pretrained(source)
@@ -362,23 +383,11 @@ def load_tokenizer(model: Model) -> Any:
     try:
         if Path(source).is_dir() and not any(file for kind in _TOKENIZERS for file in Path(source).glob(kind)):
             raise ValueError("it has no tokenizer files; save a tokenizer into it, or give Model(..., tokenizer=...)")
-        return transformers.AutoTokenizer.from_pretrained(_here(source), trust_remote_code=model.trust_remote_code)
+        return transformers.AutoTokenizer.from_pretrained(
+            locate_source(source), trust_remote_code=model.trust_remote_code
+        )
     except Exception as error:
         raise ModelError(f"Model: the tokenizer of '{source}': {_reason(source, error, 'tokenizer')}") from error
-
-
-def context_length(module: nn.Module) -> int:
-    """The most tokens that a row may have, by the model's positions.
-
-    Raises:
-        ModelError: the config has no such number.
-    """
-    limit = getattr(module.config, "max_position_embeddings", None)
-    if not isinstance(limit, int):
-        raise ModelError(
-            f"{type(module).__name__}: the config has no max_position_embeddings, so its context is unknown"
-        )
-    return limit
 
 
 def end_tokens(generation: Any, tokenizer: Any) -> tuple[int, ...]:

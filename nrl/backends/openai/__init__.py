@@ -13,6 +13,7 @@ import attrs
 from nrl.arguments import checked
 from nrl.backends.base import Bucket, Chunks, Completion, Model, Sampling
 from nrl.backends.models.loading import end_tokens, load_config, load_tokenizer
+from nrl.backends.models.positions import count_positions
 from nrl.backends.openai.client import connected
 from nrl.backends.openai.endpoint import Endpoint, Meaning, probe, served
 from nrl.backends.openai.several import Servers
@@ -85,7 +86,7 @@ def sampler(
         raise GenerationError(
             f"{_WHO}: {named}; give servers of one model, under one name, as vLLM's --served-model-name gives it"
         )
-    own = getattr(config, "max_position_embeddings", None)
+    own = count_positions(config)
     limits = [*(limit or own for _, limit in found), tokenizer.model_max_length]
     first = Endpoint(
         servers[0],

@@ -23,6 +23,7 @@ __all__ = [
     "lag",
     "told_of_frozen_token",
     "told_of_no_advantages",
+    "warn_of_long_rows",
     "with_columns",
     "with_shares",
 ]
@@ -162,6 +163,27 @@ def told_of_frozen_token(who: str, batch: Batch, token: int | None) -> bool:
         f"{who}: row {row} holds the model's pad token {token} as a token of its own (position {position}). As in "
         f"transformers (nn.Embedding(padding_idx={token})), its input embedding is frozen; all else is trained. Pass "
         "Model(..., train_pad_embedding=True) to train it too."
+    )
+    print(f"{text} (This is said once.)", file=sys.stderr, flush=True)  # noqa: T201
+    return True
+
+
+def warn_of_long_rows(who: str, batch: Batch, positions: int | None) -> bool:
+    """Print that a row has more tokens than the model has positions; return whether later steps need no look.
+
+    Args:
+        who: how the message begins.
+        batch: with ``input_ids`` ``[*B, T]``.
+        positions: of the model; None: nothing says how many it has.
+    """
+    if positions is None:
+        return True
+    if batch["input_ids"].shape[-1] <= positions or (longest := int(lengths(batch).max())) <= positions:
+        return False
+    text = (
+        f"{who}: a row has {longest} tokens, more than the {positions} positions of the model "
+        "(max_position_embeddings), of which it has learned nothing beyond. Leave long rows out: give data.tasks "
+        "positions=trainer.positions, or a smaller max_tokens."
     )
     print(f"{text} (This is said once.)", file=sys.stderr, flush=True)  # noqa: T201
     return True

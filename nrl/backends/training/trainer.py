@@ -20,6 +20,8 @@ from nrl.backends.base import top_k as top_k_named
 from nrl.backends.engines import TrainEngine
 from nrl.backends.models.describing import DESCRIPTION, description
 from nrl.backends.models.exporting import export_described
+from nrl.backends.models.loading import load_configs
+from nrl.backends.models.positions import count_positions
 from nrl.backends.training import on_ranks, reading, shared_folders
 from nrl.backends.training.before_step import (
     check_finite,
@@ -28,6 +30,7 @@ from nrl.backends.training.before_step import (
     lag,
     told_of_frozen_token,
     told_of_no_advantages,
+    warn_of_long_rows,
     with_columns,
     with_shares,
 )
@@ -41,7 +44,7 @@ from nrl.backends.training.terms import LOGPROBS, global_weights
 from nrl.backends.training.writers import all_written
 from nrl.batch import Batch, deal, microbatches, restore
 from nrl.batch.handles import stand_ins, without_handles
-from nrl.errors import ArgumentError, CheckpointError
+from nrl.errors import ArgumentError, CheckpointError, ModelError
 from nrl.files import (
     MANIFEST,
     NOT_FINITE,
@@ -53,6 +56,7 @@ from nrl.files import (
     check_sizes,
     flush,
     make,
+    resolve_output,
     saved_in,
     write_manifest,
 )
@@ -286,6 +290,14 @@ class Trainer:
         return found
 
     @cached_property
+    def positions(self) -> int | None:
+        """The most tokens that a row may have, by the config of the model; None: nothing here says so."""
+        try:
+            return None if self.model is None else count_positions(load_configs(self.model)[0])
+        except ModelError:  # its config is on other hosts alone
+            return None
+
+    @cached_property
     def _frozen_token(self) -> int | None:
         """`nrl.backends.engines.TrainEngine.frozen_token`."""
         found: int | None = from_first(self.mesh, self.name, attrgetter("frozen_token"), self._engines)
@@ -308,17 +320,23 @@ class Trainer:
 
         Columns are added as by `nrl.assign`, but those that other processes compute become handles, heavy or not: their
         numbers go from there to the trainer's processes, and not through the program.
+
+        Raises:
+            MissingOutput: the model does not compute what the loss needs.
+            ModelError: the files of the model, which `export` will write beside the weights, cannot be written.
         """
         who = f"train_step({name_of(loss)})"
+        if self.model is not None and isinstance(self.model.source, str):
+            self.check_export()
         check_needs(who, needed(loss), self.provides, self.name)
         always, widths = self.provides & LOGPROBS, self._widths(needed(loss))
-        lawful = told = frozen = False
+        lawful = told = frozen = long = False
 
         @checked(who)
         def step(
             state: TrainState, batch: Batch, **columns: Tensor | Future[Tensor]
         ) -> tuple[TrainState, Future[Metrics]]:
-            nonlocal lawful, told, frozen
+            nonlocal lawful, told, frozen, long
             batch = with_shares(with_columns(batch, columns))
             here, whole = without_handles(batch), stand_ins(batch)
             values, params = state.handle.borrow(self, who), state.params
@@ -334,6 +352,7 @@ class Trainer:
                 return same, done(metrics)
             check_finite(who, here)
             told = told or told_of_no_advantages(who, loss, here, always, widths)
+            long = long or warn_of_long_rows(who, here, self.positions)
             frozen = frozen or told_of_frozen_token(who, here, self._frozen_token)
             _, shards = self._shards(batch)
             # What stays the same from step to step is part of the function, which a process remembers
@@ -413,16 +432,21 @@ class Trainer:
     @cached_property
     def _description(self) -> dict[str, bytes]:
         """All that a folder of the model has beside its weights; nothing, where that cannot be found out here."""
-        try:
-            return {} if self.model is None else description(self.model)
-        except Exception as error:  # transformers raises all kinds, and no checkpoint is lost for it
-            warnings.warn(
-                f"save: {self.name}: the config and the tokenizer of its model cannot be written here ({error}); its "
-                "checkpoints have the weights alone, of which nrl export makes nothing",
-                UserWarning,
-                stacklevel=3,
-            )
-            return {}
+        found = self._rehearsal
+        if isinstance(found, dict):
+            return found
+        warnings.warn(
+            f"save: {self.name}: the config and the tokenizer of its model cannot be written here ({found}); its "
+            "checkpoints have the weights alone, of which nrl export makes nothing",
+            UserWarning,
+            stacklevel=3,
+        )
+        return {}
+
+    @cached_property
+    def _rehearsal(self) -> dict[str, bytes] | ModelError:
+        """An export without weights: it shows before the first step what would fail after the last."""
+        return {} if self.model is None else description(self.model)
 
     def _describe(self, folder: Folder) -> dict[str, Written]:
         """Write that, with which anybody can export the weights."""
@@ -473,6 +497,16 @@ class Trainer:
         """
         shared_folders.check_shared(self.mesh, self.name, folder, who)
 
+    def check_export(self) -> None:
+        """See before the first step that `export` can write the files of the model that lie beside its weights.
+
+        `nrl.run` and, where the model is in a folder or on the hub, `train_step` do so. Nothing is kept on the disk.
+
+        Raises:
+            ModelError: they cannot be written.
+        """
+        _ = self._rehearsal
+
     @checked("export")
     def export(self, params: Params, folder: str | Path) -> None:
         """Write Hugging Face format, with adapters added to the weights; of ``params.adapter``, peft's format.
@@ -482,7 +516,10 @@ class Trainer:
         Raises:
             CheckpointError: they do not, and it is peft's format, or only the engine knows the model.
         """
-        folder = Path(folder).absolute()
+        target = resolve_output("export: folder", folder).absolute()
+        if not isinstance(target, Path):
+            raise CheckpointError(f"export: {target} is in a store, where no model can be loaded from; give a folder")
+        folder = target
         fn, values = self._method_of(params, "export", "export")
         self.mesh.cluster.check_open("export")
         folder.mkdir(parents=True, exist_ok=True)
@@ -492,7 +529,8 @@ class Trainer:
                 for name, content in self._description.items():
                     (Path(described) / name).write_bytes(content)
                 dtype = getattr(torch, self.model.dtype)
-                export_described(params.tensors("export"), Path(described), self.model.head, dtype, folder)
+                about = Path(described), self.model.head, dtype, folder, self.model.trust_remote_code
+                export_described(params.tensors("export"), *about)
             return
         from_all(self.mesh, "export", fn, self._engines, values, folder)
         if apart is not None:

@@ -23,6 +23,7 @@ from nrl.envs import Task
 from nrl.envs.contract import TIMEOUT, is_env
 from nrl.envs.shipped import Environments, environments
 from nrl.errors import ConfigError
+from nrl.files import resolve_output
 from nrl.log import JsonLines, Progress
 
 __all__ = ["Audit", "main"]
@@ -133,7 +134,9 @@ def _gold(tasks: Sequence[Task]) -> str | None:
 
 def _out(cfg: Audit) -> Path:
     """The file to write, which is empty now."""
-    out = Path(cfg.out)
+    out = resolve_output("gym test: out", cfg.out)
+    if not isinstance(out, Path):
+        raise ConfigError(f"gym test: out={cfg.out} is in a store; give a file on a disk")
     if out.is_dir():
         raise ConfigError(f"gym test: out={out} is a folder; give a file, such as {out / 'gym_test.jsonl'}")
     if out.is_file():

@@ -20,7 +20,9 @@ from nrl import tiny
 from nrl.backends import Model
 from nrl.backends.models import loading, named_weights
 from nrl.backends.models.pieces import fill, wholes
+from nrl.backends.models.positions import context_length
 from nrl.errors import ModelError
+from tests.code_models import model_with_code
 from tests.properties.strategies import TINY
 from tests.weights import bucket_of
 
@@ -306,11 +308,11 @@ def test_tokenizers(tmp_path: Path) -> None:
 
 
 def test_context_length() -> None:
-    assert loading.context_length(loading.build(Model(TINY))) == 64
-    assert loading.context_length(loading.build(Model(GPT2))) == 32  # under a name of its own
+    assert context_length(loading.build(Model(TINY))) == 64
+    assert context_length(loading.build(Model(GPT2))) == 32  # under a name of its own
     bloom = {"model_type": "bloom", "vocab_size": 23, "hidden_size": 16, "n_layer": 1, "n_head": 2}
     with pytest.raises(ModelError, match="BloomForCausalLM: the config has no max_position_embeddings"):
-        loading.context_length(build(bloom))
+        context_length(build(bloom))
 
 
 def test_end_tokens() -> None:
@@ -391,29 +393,7 @@ def test_a_saved_config_is_plain(tmp_path: Path) -> None:
 
 @pytest.fixture
 def with_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder whose architecture and tokenizer are Python files that lie in it."""
-    import transformers.dynamic_module_utils as dynamic
-
-    monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.syspath_prepend(tmp_path / "modules")
-    folder = tmp_path / "with_code"
-    tiny.save(Model(TINY, tokenizer=tiny.tokenizer()), folder)
-    config = json.loads((folder / "config.json").read_text())
-    kinds = {"AutoModelForCausalLM": "mine.MineForCausalLM", "AutoConfig": "mine.MineConfig"}
-    config |= {"model_type": "mine", "auto_map": kinds}
-    (folder / "config.json").write_text(json.dumps(config))
-    said = json.loads((folder / "tokenizer_config.json").read_text())
-    said |= {"tokenizer_class": "MineTokenizer", "auto_map": {"AutoTokenizer": [None, "mine.MineTokenizer"]}}
-    (folder / "tokenizer_config.json").write_text(json.dumps(said))
-    (folder / "mine.py").write_text(
-        "from pathlib import Path\n"
-        "from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM\n"
-        f"Path({str(tmp_path / 'ran')!r}).touch()\n"
-        "class MineConfig(Qwen3Config):\n    model_type = 'mine'\n"
-        "class MineForCausalLM(Qwen3ForCausalLM):\n    config_class = MineConfig\n"
-        "class MineTokenizer(PreTrainedTokenizerFast):\n    pass\n"
-    )
-    return folder
+    return model_with_code(tmp_path, monkeypatch)
 
 
 def test_code_that_comes_with_a_model_does_not_run_and_nobody_is_asked(
