@@ -12,6 +12,7 @@ import numpy as np
 from nrl.arguments import checked
 from nrl.batch import Batch
 from nrl.data.checks import Tokenizer, exists, shown
+from nrl.data.completeness import losses
 from nrl.data.formats import Format
 from nrl.data.prompts import tasks_of_row
 from nrl.data.rendering import render
@@ -136,23 +137,26 @@ def tasks(
     assert not callable(source)
     with waiting(f"data: reading {shown(str(source), 300)}" if isinstance(source, str | Path) else "data: reading"):
         table = read(source)
-    made = tasks_of_row(format, template, chat)
+    made = tasks_of_row(format, template, chat, filled=table.filled)
     length = _length(tokenizer, collate, max_tokens)
     kept = array("q")  # of each task: its row, and its number among the tasks of the row
     total = unused = long = 0
     last = time.monotonic()
-    for index, row in enumerate(table.rows):
-        if time.monotonic() - last > _QUIET:
-            last = time.monotonic()
-            print(f"data: {index} of {len(table.rows)} rows of {table.name} have been read", flush=True)  # noqa: T201
-        found = made(row, table.place(index))
-        unused += not found
-        for number, task in enumerate(found):
-            total += 1
-            if max_tokens is not None and length(task, table.place(index)) > max_tokens:
-                long += 1
-            else:
-                kept.extend((index, number))
+    with losses() as lost:
+        for index, row in enumerate(table.rows):
+            if time.monotonic() - last > _QUIET:
+                last = time.monotonic()
+                print(f"data: {index} of {len(table.rows)} rows of {table.name} have been read", flush=True)  # noqa: T201
+            found = made(row, table.place(index))
+            unused += not found
+            for number, task in enumerate(found):
+                total += 1
+                if max_tokens is not None and length(task, table.place(index)) > max_tokens:
+                    long += 1
+                else:
+                    kept.extend((index, number))
+    for field, count in lost.items():
+        print(f"data: the chat template leaves out the {field} in {count} of {total} rows of {table.name}", flush=True)  # noqa: T201
     if long:
         said = f"{long} of {total} rows of {table.name} have more than {max_tokens} tokens"
         if not kept:

@@ -7,12 +7,12 @@ from typing import Any
 import attrs
 
 from nrl.backends.base import Completion
+from nrl.data.forms import Form, as_taken, form
 from nrl.data.rendering import encode, templated
 from nrl.envs.contract import Prompt, Request, Turn
 from nrl.envs.return_values import read_observation
 from nrl.envs.tools import Tool, parse, tool_format
 from nrl.episodes.bridges import Extension, Fork, Sampled, extend, in_common
-from nrl.episodes.forms import Form, as_taken, form
 from nrl.episodes.requests import NO_LIMITS, Limits
 from nrl.errors import EnvError, ModelError
 
