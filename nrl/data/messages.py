@@ -307,21 +307,21 @@ def canonical_tools(tools: Any, where: str, *, filled: bool = False) -> list[dic
     return [_tool(tool, where, filled) for tool in tools]
 
 
-def _tool(tool: Any, where: str, filled: bool) -> dict[str, Any]:
-    given = tool
-    if isinstance(tool, str):
+def _tool(given: Any, where: str, filled: bool) -> dict[str, Any]:
+    decoded: Any = given
+    if isinstance(given, str):
         with suppress(ValueError, RecursionError):
-            tool, filled = json.loads(tool), False
-    if not isinstance(tool, Mapping):
+            decoded, filled = json.loads(given), False
+    if not isinstance(decoded, Mapping):
         raise DataError(f"{where} is a list of {kind(given)}; give a list of JSON schemas of functions")
-    tool = dict(_without_nulls(tool) if filled else tool)
+    tool: dict[str, Any] = dict(_without_nulls(decoded) if filled else decoded)
     if not isinstance(tool.get("function"), Mapping) and isinstance(tool.get("name"), str):
         own = {key: value for key, value in tool.items() if key != "type" or value != "function"}
         tool = {"type": "function", "function": own}
     function = _function(tool)
     if isinstance(function.get("parameters"), str):
         parameters = _decoded(function["parameters"], f"{where}: 'parameters' of '{function.get('name')}'")
-        tool = {**tool, "function": {**function, "parameters": parameters}}
+        tool["function"] = {**function, "parameters": parameters}
     return tool
 
 

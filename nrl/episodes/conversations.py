@@ -8,6 +8,7 @@ import attrs
 
 from nrl.backends.base import Completion
 from nrl.data.forms import Form, as_taken, form
+from nrl.data.messages import REASONING
 from nrl.data.rendering import encode, templated
 from nrl.envs.contract import Prompt, Request, Turn
 from nrl.envs.return_values import read_observation
@@ -222,7 +223,7 @@ def _calling(turn: Turn, form: Form, opened: str, whole: str) -> dict[str, Any] 
     """The message of a turn that calls tools, as the chat template takes it; None: as one without calls."""
     thought, content = {}, turn.text
     if form.reasoning is not None:
-        thought = {form.reasoning: turn.reasoning} if turn.reasoning else {}
+        thought = {REASONING[0]: turn.reasoning} if turn.reasoning else {}
     elif turn.reasoning or opened:  # what the prompt opened is the template's to write again
         begin, end = ("[THINK]", "[/THINK]") if "[/THINK]" in whole else ("<think>", "</think>")
         begin = opened or (f"{begin}\n" if begin in whole else "")
