@@ -17,7 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "imports", "lazy"),
     ("arguments", "files", "flags"),
     ("reduce", "batch"),
-    ("algos", "config", "log", "envs"),
+    ("algos", "config", "log", "envs", "data.checks", "data.messages"),
     (
         "runtime.executables",
         "runtime.intraop",

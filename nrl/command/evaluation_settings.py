@@ -108,14 +108,12 @@ def _format(cfg: Evaluation) -> "str | Format | None":
     known = VERIFIERS.get(str(cfg.env))
     if known is None or not isinstance(cfg.tasks, str):
         return cfg.format
-    from nrl.data import FORMATS  # which imports torch
+    from nrl.data.formats import format_of  # which imports torch
     from nrl.data.task_streams import GENERATED
 
     if cfg.tasks in GENERATED:
         return cfg.format
-    if cfg.format is not None and cfg.format not in FORMATS:
-        return cfg.format
-    return _answered(known, FORMATS.get(str(cfg.format), lambda row: row))
+    return _answered(known, (lambda row: row) if cfg.format is None else format_of(cfg.format))
 
 
 def _answered(verifier: Verifier, format: "Format") -> "Format":

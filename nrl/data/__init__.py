@@ -4,34 +4,60 @@ A row is a mapping. Its ``"prompt"`` is chat messages, plain text or token ids. 
 token ids; `supervised`, `preferences` and `labelled` turn rows that have responses into batches.
 """
 
-from nrl.data.collating import labelled, preferences, supervised
-from nrl.data.formats import FORMATS, Format, gsm8k, helpsteer3, openmathinstruct2, squad, turns, ultrafeedback
-from nrl.data.mixtures import mixture
-from nrl.data.prompts import PROMPT_KEYS, rows
-from nrl.data.readers import read_csv, read_jsonl, read_parquet
-from nrl.data.rendering import render
-from nrl.data.task_streams import Tasks, epoch, tasks
+from typing import TYPE_CHECKING
+
+from nrl.lazy import on_demand
+
+if TYPE_CHECKING:
+    from nrl.data.collating import labelled, preferences, supervised
+    from nrl.data.formats import (
+        FORMATS,
+        Format,
+        alpaca,
+        gsm8k,
+        helpsteer3,
+        hh,
+        openmathinstruct2,
+        prompt_completion,
+        sharegpt,
+        squad,
+        turns,
+        ultrafeedback,
+        verl,
+    )
+    from nrl.data.mixtures import mixture
+    from nrl.data.prompts import PROMPT_KEYS, rows
+    from nrl.data.readers import read_csv, read_jsonl, read_parquet
+    from nrl.data.rendering import render
+    from nrl.data.task_streams import Tasks, epoch, tasks
+else:  # environments read messages with a module of this package, and do not wait for torch
+    __getattr__, __dir__ = on_demand(__name__)
 
 __all__ = [
     "FORMATS",
     "PROMPT_KEYS",
     "Format",
     "Tasks",
+    "alpaca",
     "epoch",
     "gsm8k",
     "helpsteer3",
+    "hh",
     "labelled",
     "mixture",
     "openmathinstruct2",
     "preferences",
+    "prompt_completion",
     "read_csv",
     "read_jsonl",
     "read_parquet",
     "render",
     "rows",
+    "sharegpt",
     "squad",
     "supervised",
     "tasks",
     "turns",
     "ultrafeedback",
+    "verl",
 ]

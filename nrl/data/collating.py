@@ -7,9 +7,19 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from nrl.arguments import checked
+from nrl.arguments import checked, described
 from nrl.batch import Batch, assign
-from nrl.data.checks import Tokenizer, check_messages, check_text_alone, fields, kind
+from nrl.data.checks import Tokenizer, check_text_alone, fields, kind
+from nrl.data.messages import (
+    REASONING,
+    before_answers,
+    canonical_messages,
+    canonical_prompt,
+    canonical_tools,
+    decoded_messages,
+    is_chat,
+    with_system,
+)
 from nrl.data.rendering import answered
 from nrl.envs.contract import Message, Prompt, Task
 from nrl.errors import DataError, ModelError
@@ -56,23 +66,46 @@ def supervised(
         place = f"supervised: row {number}"
         check_text_alone(row, place)
         prompt, answer = _lesson(row, response, place)
-        encoded.append(_encoded(prompt, answer, tokenizer, max_tokens, place, row.get("tools")))
+        encoded.append(_encoded(prompt, answer, tokenizer, max_tokens, place, row))
     if not encoded:
         raise DataError("supervised: there are no rows; give at least one")
     return assign(Batch({}, batch_size=[len(encoded)]), **_padded(encoded))
 
 
 def _lesson(row: Task, response: str, place: str) -> tuple[Prompt, str | Sequence[Message]]:
-    if response not in row and "messages" in row:
-        check_messages(row["messages"], f"{place}: 'messages'")
-        return [], row["messages"]
+    if row.get(response) is None and row.get("messages") is not None:
+        messages = canonical_messages(decoded_messages(row["messages"]), f"{place}: 'messages'")
+        return [], with_system(messages, row.get("system"), place)
     missing = [field for field in ("prompt", response) if field not in row]
     if missing:
         raise DataError(
             f"{place} has no '{missing[0]}'; it has {fields(row)}. Rows of a well-known dataset need their format, "
             "such as format='gsm8k'; an example that is to make no supervised steps first takes warmup=0"
         )
-    return row["prompt"], _answer(row[response], f"{place}: '{response}'")
+    answer = _answer(row[response], f"{place}: '{response}'")
+    return _asked(row["prompt"], answer, row.get("system"), place), answer
+
+
+def _asked(prompt: Any, answer: str | Sequence[Message], system: Any, place: str) -> Any:
+    """The prompt of an answer: in the canonical form, behind the system's message of the row."""
+    if isinstance(prompt, str) and prompt and not isinstance(answer, str):
+        prompt = [{"role": "user", "content": prompt}]
+    prompt = canonical_prompt(prompt, f"{place}: 'prompt'")
+    return with_system(prompt, system, place) if is_chat(prompt) else check_unprompted(prompt, system, place)
+
+
+def check_unprompted(prompt: Any, system: Any, place: str) -> Any:
+    """Return a prompt that is no chat, if the row has no system prompt, which nothing would show.
+
+    Raises:
+        DataError: it has one.
+    """
+    if isinstance(system, str) and system.strip():
+        raise DataError(
+            f"{place} has 'system', {described(system)}, and its prompt is no chat, so nothing shows it; leave "
+            "chat=False out, or write it into the prompt by template='{system} ...'"
+        )
+    return prompt
 
 
 def _answer(value: Any, what: str) -> str | Sequence[Message]:
@@ -80,8 +113,7 @@ def _answer(value: Any, what: str) -> str | Sequence[Message]:
         return value
     if not isinstance(value, Sequence) or isinstance(value, bytes):
         raise DataError(f"{what} is {kind(value)}; give a text, or a list of messages")
-    check_messages(value, what)
-    return value
+    return canonical_messages(value, what)
 
 
 @checked("preferences")
@@ -117,7 +149,7 @@ def preferences(rows: Iterable[Task], tokenizer: Tokenizer, *, max_tokens: int |
         check_text_alone(row, place)
         prompt, *answers = sides(row, place)
         for side, answer in zip(("chosen", "rejected"), answers, strict=True):
-            encoded.append(_encoded(prompt, answer, tokenizer, max_tokens, f"{place}: {side}", row.get("tools")))
+            encoded.append(_encoded(prompt, answer, tokenizer, max_tokens, f"{place}: {side}", row))
     if not encoded:
         raise DataError("preferences: there are no rows; give at least one")
     pairs = len(encoded) // 2
@@ -186,19 +218,25 @@ def sides(row: Task, place: str) -> tuple[Prompt, str | Sequence[Message], str |
     chosen, rejected = (_answer(row[field], f"{place}: '{field}'") for field in ("chosen", "rejected"))
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise DataError(f"{place}: 'chosen' is {kind(chosen)} and 'rejected' {kind(rejected)}; give two of one kind")
+    system, prompt = row.get("system"), row.get("prompt")
     if isinstance(chosen, str) or isinstance(rejected, str):
-        if "prompt" not in row:
+        if prompt is None:
             raise DataError(f"{place} has no 'prompt', which texts answer; it has {fields(row)}")
-        return row["prompt"], chosen, rejected
-    if "prompt" not in row:
+        return _asked(prompt, chosen, system, place), chosen, rejected
+    if not prompt:
         count = shared(chosen, rejected)
         if not count:
             raise DataError(f"{place} has no 'prompt', and 'chosen' and 'rejected' do not begin with the same message")
-        return chosen[:count], chosen[count:], rejected[count:]
-    prompt = row["prompt"]
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if all(_contents(side[: len(asked)]) == _contents(asked) and len(side) > len(asked) for side in (chosen, rejected)):
-        return asked, chosen[len(asked) :], rejected[len(asked) :]
+        common = before_answers(chosen[:count]) or chosen[:count]
+        return with_system(common, system, place), chosen[len(common) :], rejected[len(common) :]
+    prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    bare = canonical_prompt(prompt, f"{place}: 'prompt'")
+    asked = with_system(bare, system, place) if is_chat(bare) else check_unprompted(bare, system, place)
+    for begun in (asked, bare, asked[1:] if asked[:1] == [{"role": "system", "content": system}] else asked):
+        if all(
+            _contents(side[: len(begun)]) == _contents(begun) and len(side) > len(begun) for side in (chosen, rejected)
+        ):
+            return asked, chosen[len(begun) :], rejected[len(begun) :]
     for field, side in (("chosen", chosen), ("rejected", rejected)):
         if side[0]["role"] != "assistant":
             raise DataError(
@@ -216,17 +254,27 @@ def shared(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
 
 
 def _contents(messages: Any) -> list[Any]:
-    return [(each["role"], each["content"]) if isinstance(each, Mapping) else each for each in messages]
+    """What each message says; token ids as they are."""
+    return [
+        (
+            *(each.get(name) for name in ("role", "content", *REASONING)),
+            [call["function"] for call in each.get("tool_calls") or ()],
+        )
+        if isinstance(each, Mapping)
+        else each
+        for each in messages
+    ]
 
 
 type _Encoded = tuple[Tensor, Tensor]
 
 
 def _encoded(
-    prompt: Prompt, answer: str | Sequence[Message], tokenizer: Any, max_tokens: int | None, place: str, tools: Any
+    prompt: Prompt, answer: str | Sequence[Message], tokenizer: Any, max_tokens: int | None, place: str, row: Task
 ) -> _Encoded:
-    if tools:
-        _check_tools(tools, prompt, answer, place)
+    tools = canonical_tools(row.get("tools"), f"{place}: 'tools'")
+    if tools and isinstance(answer, str) and not is_chat(prompt):
+        raise DataError(f"{place} has 'tools', and its prompt is no chat, so nothing shows them; give it as messages")
     try:
         ids, mask = answered(prompt, answer, tokenizer, tools=tools or None)
     except DataError as error:
@@ -239,15 +287,6 @@ def _encoded(
             f"max_tokens={max_tokens}; leave it out or raise max_tokens"
         )
     return torch.tensor(ids), torch.tensor(mask)
-
-
-def _check_tools(tools: Any, prompt: Prompt, answer: str | Sequence[Message], place: str) -> None:
-    if not isinstance(tools, Sequence) or isinstance(tools, str):
-        raise DataError(f"{place}: 'tools' is {kind(tools)}; give a list of JSON schemas of functions")
-    if wrong := [tool for tool in tools if not isinstance(tool, Mapping)]:
-        raise DataError(f"{place}: 'tools' is a list of {kind(wrong[0])}; give a list of JSON schemas of functions")
-    if isinstance(answer, str) and (isinstance(prompt, str) or not isinstance(prompt[0], Mapping)):
-        raise DataError(f"{place} has 'tools', and its prompt is no chat, so nothing shows them; give it as messages")
 
 
 def _padded(encoded: Sequence[_Encoded]) -> dict[str, Tensor]:

@@ -1,13 +1,23 @@
 """From rows of a source to tasks: the format makes rows of a row, and each gets its prompt."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from nrl.algos import name_of
-from nrl.data.checks import check_messages, check_prompt, check_text_alone, fields, kind, shown
-from nrl.data.collating import shared
-from nrl.data.formats import FORMATS, Format
+from nrl.data.checks import check_prompt, check_text_alone, fields, kind, shown
+from nrl.data.collating import check_unprompted, shared
+from nrl.data.formats import Format, format_of
+from nrl.data.messages import (
+    are_messages,
+    before_answers,
+    canonical_messages,
+    canonical_tools,
+    decoded_messages,
+    is_chat,
+    with_system,
+)
 from nrl.data.sources import read
 from nrl.envs.contract import Task
 from nrl.errors import DataError
@@ -54,7 +64,7 @@ def rows(
     'Q: 1+1='
     """
     table = read(source)
-    made = tasks_of_row(format, template, chat)
+    made = tasks_of_row(format, template, chat, filled=table.filled)
     found = [task for index, row in enumerate(table.rows) for task in made(row, table.place(index))]
     if not found:
         kept = " that the format keeps" if format else ""
@@ -62,21 +72,27 @@ def rows(
     return found
 
 
-def tasks_of_row(format: str | Format | None, template: str | None, chat: bool) -> Callable[[Any, str], list[Task]]:
+def tasks_of_row(
+    format: str | Format | None, template: str | None, chat: bool, *, filled: bool = False
+) -> Callable[[Any, str], list[Task]]:
     """Make the function from a row, and where it stands, to its tasks; see `rows`.
+
+    Args:
+        format: see `rows`.
+        template: see `rows`.
+        chat: see `rows`.
+        filled: whether nulls may stand for fields that a row does not have; see `nrl.data.messages`.
 
     Raises:
         DataError: there is no format of this name.
     """
-    if isinstance(format, str) and format not in FORMATS:
-        raise DataError(f"tasks: there is no format '{format}'; there are {', '.join(FORMATS)}, or give a function")
-    function = FORMATS[format] if isinstance(format, str) else format
+    function = format_of(format) if isinstance(format, str) else format
 
     def made(row: Any, place: str) -> list[Task]:
         if not isinstance(row, Mapping):
             raise DataError(f"tasks: {place} is {kind(row)}; give a mapping, such as {{'prompt': '...'}}")
         if function is None:
-            return [_task(row, place, template, chat)]
+            return [_task(row, place, template, chat, filled)]
         try:
             found = function(row)
         except DataError as error:
@@ -90,50 +106,73 @@ def tasks_of_row(format: str | Format | None, template: str | None, chat: bool) 
                 f"tasks: {place}: the format {name_of(function)} returned {kind(found)}; return a mapping, a list of "
                 "mappings, or None to leave the row out"
             )
-        return [_task(each, place, template, chat) for each in several]
+        return [_task(each, place, template, chat, filled) for each in several]
 
     return made
 
 
-def _task(row: Task, place: str, template: str | None, chat: bool) -> Task:
+def _task(row: Task, place: str, template: str | None, chat: bool, filled: bool) -> Task:
     check_text_alone(row, f"tasks: {place}", template or "")
+    place = f"tasks: {place}"
+    row = _canonical(row, place, filled)
     if template is not None:
         prompt: Any = _formatted(template, row, place)
     else:
-        key = next((key for key in PROMPT_KEYS if key in row), None)
-        if key is None and all(isinstance(row.get(side), list | tuple) for side in ("chosen", "rejected")):
-            return _shared(row, place)
-        if key is None:
-            raise DataError(
-                f"tasks: {place} has none of {', '.join(PROMPT_KEYS)}; it has {fields(row)}. Rename the field of the "
-                "prompt, or make the prompt with template='... {field} ...'"
-            )
-        prompt = row[key]
-        if key == "messages":
-            prompt = _asked(prompt, f"tasks: {place}: '{key}'")
-        check_prompt(prompt, f"tasks: {place}: '{key}'")
+        prompt = _prompt(row, place)
     if chat and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    return {**row, "prompt": prompt}
+    system = None if template is not None and "{system" in template else row.get("system")
+    return {
+        **row,
+        "prompt": with_system(prompt, system, place) if is_chat(prompt) else check_unprompted(prompt, system, place),
+    }
 
 
-def _asked(messages: Any, what: str) -> Any:
-    """The messages before the assistant's last one, if the conversation ends with it; else all of them."""
-    whole = isinstance(messages, Sequence) and len(messages) > 1 and isinstance(messages[-1], Mapping)
-    if not whole or messages[-1].get("role") != "assistant":
-        return messages
-    check_messages(messages, what)
-    return messages[:-1]
+_CHATS = ("messages", "prompt", "response", "chosen", "rejected")
+"""The fields that may hold messages."""
 
 
-def _shared(row: Mapping[str, Any], place: str) -> Task:
-    """The task of a pair of conversations, whose prompt is their common beginning."""
-    for side in ("chosen", "rejected"):
-        check_messages(row[side], f"tasks: {place}: '{side}'")
-    count = shared(row["chosen"], row["rejected"])
-    prompt = row["chosen"][:count]
-    check_prompt(prompt, f"tasks: {place}: what 'chosen' and 'rejected' share")
-    return {**row, "prompt": prompt}
+def _canonical(row: Task, place: str, filled: bool) -> dict[str, Any]:
+    """The row with its messages and tools in the canonical form."""
+    found = dict(row)
+    tools: Sequence[Mapping[str, Any]] = ()
+    if row.get("tools"):
+        with suppress(DataError):  # of a column that is something else; `supervised` refuses it
+            found["tools"] = tools = canonical_tools(row["tools"], "", filled=filled)
+    for key in _CHATS:
+        messages: Any = decoded_messages(row.get(key)) if key == "messages" else row.get(key)
+        if are_messages(messages):
+            found[key] = canonical_messages(messages, f"{place}: '{key}'", tools=tools, filled=filled)
+    return found
+
+
+def _prompt(row: Mapping[str, Any], place: str) -> Any:
+    pair = all(isinstance(row.get(side), list | tuple) for side in ("chosen", "rejected"))
+    whole = pair or bool(row.get("messages"))
+    given = [key for key in PROMPT_KEYS if row.get(key) is not None]
+    key = next((key for key in given if not (whole and isinstance(row[key], str | list) and not row[key])), None)
+    if key is None and pair:
+        return _shared(row, place)
+    key = key or next((key for key in PROMPT_KEYS if key in row), None)
+    if key is None:
+        raise DataError(
+            f"{place} has none of {', '.join(PROMPT_KEYS)}; it has {fields(row)}. Rename the field of the "
+            "prompt, or make the prompt with template='... {field} ...'"
+        )
+    prompt = row[key]
+    if key == "messages" and is_chat(prompt):
+        prompt = before_answers(canonical_messages(prompt, f"{place}: '{key}'")) or prompt
+    check_prompt(prompt, f"{place}: '{key}'")
+    return prompt
+
+
+def _shared(row: Mapping[str, Any], place: str) -> Any:
+    """The prompt of a pair of conversations: their common beginning, up to the first answer that may differ."""
+    chosen, rejected = (canonical_messages(row[side], f"{place}: '{side}'") for side in ("chosen", "rejected"))
+    common = chosen[: shared(chosen, rejected)]
+    prompt = before_answers(common) or common
+    check_prompt(prompt, f"{place}: what 'chosen' and 'rejected' share")
+    return prompt
 
 
 def _formatted(template: str, row: Mapping[str, Any], place: str) -> str:
@@ -143,4 +182,4 @@ def _formatted(template: str, row: Mapping[str, Any], place: str) -> str:
         found = f"the template reads {{{error.args[0]}}}, which the row does not have; it has {fields(row)}"
     except (ValueError, IndexError, AttributeError, TypeError) as error:
         found = f"the template {shown(repr(template))} does not fit the row: {error}"
-    raise DataError(f"tasks: {place}: {found}. A brace that stands for itself is doubled: {{{{ and }}}}")
+    raise DataError(f"{place}: {found}. A brace that stands for itself is doubled: {{{{ and }}}}")

@@ -25,11 +25,13 @@ class Table(NamedTuple):
         name: of the source.
         rows: by index from 0.
         place: from an index to the words that errors name the row by.
+        filled: whether all rows have the fields of any row, as in Arrow; null is in those that a row did not have.
     """
 
     name: str
     rows: Sequence[Any]
     place: Callable[[int], str]
+    filled: bool = False
 
 
 def read_file(path: Path) -> Table:
@@ -247,4 +249,4 @@ def read_parquet(path: str | Path) -> Table:
         raise DataError(f"read_parquet: {path} has two columns of the name {shown(repr(twice[0]))}; rename one")
     if not table.num_rows:
         raise DataError(f"read_parquet: {path} has no rows")
-    return Table(str(path), _ArrowRows(table, path), lambda index: f"{path}, row {index}")
+    return Table(str(path), _ArrowRows(table, path), lambda index: f"{path}, row {index}", filled=True)

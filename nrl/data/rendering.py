@@ -13,7 +13,10 @@ from datetime import datetime
 from itertools import pairwise
 from typing import Any, cast
 
-from nrl.data.checks import check_messages, check_prompt, shown
+from nrl.data.checks import check_prompt, shown
+from nrl.data.completeness import check_complete
+from nrl.data.forms import as_taken, selected_template
+from nrl.data.messages import canonical_messages, canonical_prompt
 from nrl.envs.contract import Message, Prompt
 from nrl.errors import DataError, ModelError
 
@@ -63,11 +66,13 @@ def render(
     """
     if hasattr(prompt, "tolist") and not isinstance(prompt, memoryview):
         prompt = prompt.tolist()
+    prompt = canonical_prompt(prompt, "render: the prompt")
     check_prompt(prompt, "render: the prompt")
     if isinstance(prompt, str):
         return _with_specials(prompt, tokenizer, max_tokens)
     if isinstance(prompt[0], Mapping):
         text = templated(cast(Sequence[Message], prompt), tokenizer, asking=True, tools=tools)
+        check_complete(text, cast(Sequence[Message], prompt), [], tools or (), _template(tokenizer, tools))
         return encode(text, tokenizer, max_tokens)
     ids = list(cast(Sequence[int], prompt))[:max_tokens]
     if max(ids) >= len(tokenizer):
@@ -113,7 +118,7 @@ def answered(
         return _conversation(prompt, answer, tokenizer, tools)
     before = render(prompt, tokenizer, tools=tools)
     chat = not isinstance(prompt, str) and isinstance(prompt[0], Mapping)
-    end = encode(_ending(tokenizer) if chat else "", tokenizer) or [_end_of_sequence(tokenizer)]
+    end = encode(_ending(tokenizer, tools) if chat else "", tokenizer) or [_end_of_sequence(tokenizer)]
     after = encode(answer, tokenizer)
     after += [] if after[-len(end) :] == end else end
     return before + after, [False] * len(before) + [True] * len(after)
@@ -126,26 +131,38 @@ def _conversation(
         prompt = [{"role": "user", "content": prompt}] if prompt else []
     if len(prompt) and not isinstance(prompt[0], Mapping):
         raise DataError("the prompt is token ids and the answer messages; give the prompt as a text or messages")
-    messages = [*cast(Sequence[Message], prompt), *answer]
-    check_messages(messages, "the conversation")
-    turns = [index for index in range(len(prompt), len(messages)) if messages[index]["role"] == "assistant"]
+    messages = canonical_messages([*cast(Sequence[Message], prompt), *answer], "the conversation")
+    own = [index for index in range(len(prompt), len(messages)) if messages[index]["role"] == "assistant"]
+    turns = [index for index in own if "weight" not in messages[index]]
     if not turns:
-        raise DataError("the conversation has no message of the assistant, so there is nothing to train on")
+        found = "no message of the assistant" if not own else "only messages of the assistant with 'weight': 0"
+        raise DataError(f"the conversation has {found}, so there is nothing to train on")
     if turns[0] == 0:
-        raise DataError("the conversation begins with the assistant's message; begin with what it answers")
+        if all(message["role"] == "assistant" for message in messages[: turns[-1]]):
+            raise DataError("the conversation begins with the assistant's message; begin with what it answers")
+        turns = turns if _opens(tokenizer, tools) else turns[1:]  # then the first is only what the others follow
     if _MARKER.search(_template(tokenizer, tools)):
-        text, spans = _marked(messages, turns[0], tokenizer, tools)
+        text, spans = _marked(messages, turns, tokenizer, tools)
     else:
         text, spans = _derived(messages, turns, tokenizer, tools)
+    check_complete(text, messages, turns, tools or (), _template(tokenizer, tools))
     return _apart(text, spans, tokenizer)
 
 
+def _opens(tokenizer: Any, tools: _Tools) -> bool:
+    """Whether the template asks for an answer to nothing."""
+    try:
+        return bool(templated([], tokenizer, asking=True, tools=tools))
+    except DataError:
+        return False
+
+
 def _derived(
-    messages: Sequence[Message], turns: Sequence[int], tokenizer: Any, tools: _Tools
+    messages: Sequence[Mapping[str, Any]], turns: Sequence[int], tokenizer: Any, tools: _Tools
 ) -> tuple[str, list[tuple[int, int]]]:
     """The text, and where in it each turn begins and ends, found by rendering the conversation up to each turn."""
     text = templated(messages, tokenizer, tools=tools)
-    ending = _ending(tokenizer)
+    ending = _ending(tokenizer, tools)
     if not ending:
         raise ModelError(
             "the chat template ends the assistant's messages with no token, so nothing would teach the model to stop; "
@@ -188,7 +205,7 @@ def _after(text: str, other: str) -> str:
 
 
 def _marked(
-    messages: Sequence[Message], first: int, tokenizer: Any, tools: _Tools
+    messages: Sequence[Mapping[str, Any]], turns: Sequence[int], tokenizer: Any, tools: _Tools
 ) -> tuple[str, list[tuple[int, int]]]:
     """The text, and where in it each turn begins and ends, by the template's own ``{% generation %}`` marks."""
     from transformers.utils.chat_template_utils import render_jinja_template
@@ -197,7 +214,7 @@ def _marked(
         return cast(
             tuple[list[str], list[list[tuple[int, int]]]],
             render_jinja_template(
-                [[dict(message) for message in messages]],
+                [[dict(message) for message in as_taken(messages, tokenizer, tools)]],
                 tools=None if tools is None else [dict(tool) for tool in tools],
                 chat_template=_template(tokenizer, tools),
                 return_assistant_tokens_mask=True,
@@ -207,10 +224,17 @@ def _marked(
         )
 
     (text,), (found,) = _asked(call, messages)
-    ending = _ending(tokenizer)
-    before = len(templated(messages[:first], tokenizer, asking=True, tools=tools))
+    ending = _ending(tokenizer, tools)
+    before = len(templated(messages[: turns[0]], tokenizer, asking=True, tools=tools))
+    untrained = []
+    for turn in range(turns[0], len(messages)):
+        if "weight" in messages[turn]:
+            asked = templated(messages[:turn], tokenizer, asking=True, tools=tools)
+            untrained.append((len(asked), len(templated(messages[: turn + 1], tokenizer, tools=tools))))
     spans = []
     for start, end in found:
+        if any(low <= start < high for low, high in untrained):
+            continue
         close = text.rfind(ending, start, end) if ending else -1  # after the ending, the text is the template's
         if start >= before and start < end:
             spans.append((start, end if close < 0 else close + len(ending)))
@@ -234,10 +258,11 @@ def _apart(text: str, spans: Sequence[tuple[int, int]], tokenizer: Any) -> tuple
     return [token for piece in pieces for token in piece], mask
 
 
-def _ending(tokenizer: Any) -> str:
+def _ending(tokenizer: Any, tools: _Tools = None) -> str:
     """The text that the chat template puts behind the assistant's, up to the token that ends the turn; or nothing."""
     answer = "ANSWER"
-    text = templated([{"role": "user", "content": "Q"}, {"role": "assistant", "content": answer}], tokenizer)
+    chat = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": answer}]
+    text = templated(chat, tokenizer, tools=tools if isinstance(tokenizer.chat_template, Mapping) else None)
     after = text[text.rfind(answer) + len(answer) :]
     special = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
     ends = [(at, at + len(token)) for token in special if (at := after.find(token)) >= 0]
@@ -298,7 +323,7 @@ def _template(tokenizer: Any, tools: _Tools = None) -> str:
             "Give prompts as plain text (chat=False), take a model with a chat template, or set "
             "tokenizer.chat_template"
         )
-    return str(tokenizer.get_chat_template(tools=tools))
+    return selected_template(tokenizer, tools)
 
 
 def templated(
@@ -320,19 +345,19 @@ def templated(
         DataError: the template refuses the messages.
         ModelError: the tokenizer has no chat template.
     """
-    _template(tokenizer, tools)
+    template = _template(tokenizer, tools)
+    taken: list[Any] = [dict(message) for message in as_taken(messages, tokenizer, tools)]
 
     def call() -> str:
-        return cast(
-            str,
-            tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=None if tools is None else [dict(tool) for tool in tools],
-                add_generation_prompt=asking,
-                tokenize=False,
-                **_TODAY,
-            ),
+        found: Any = tokenizer.apply_chat_template(
+            taken or [taken],  # transformers takes none only as one of several conversations
+            tools=None if tools is None else [dict(tool) for tool in tools],
+            chat_template=template,
+            add_generation_prompt=asking,
+            tokenize=False,
+            **_TODAY,
         )
+        return str(found if taken else found[0])
 
     return _asked(call, messages)
 

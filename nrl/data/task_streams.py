@@ -12,6 +12,7 @@ import numpy as np
 from nrl.arguments import checked
 from nrl.batch import Batch
 from nrl.data.checks import Tokenizer, exists, shown
+from nrl.data.completeness import losses
 from nrl.data.fingerprints import Fingerprint, RowHash, check_same_rows, fingerprint_of
 from nrl.data.formats import Format
 from nrl.data.prompts import tasks_of_row
@@ -160,30 +161,31 @@ def tasks(
     assert not callable(source)
     with waiting(f"data: reading {shown(str(source), 300)}" if isinstance(source, str | Path) else "data: reading"):
         table = read(source)
-    made = tasks_of_row(format, template, chat)
+    made = tasks_of_row(format, template, chat, filled=table.filled)
     length = _length(tokenizer, collate, max_tokens)
     kept = array("q")  # of each task: its row, and its number among the tasks of the row
     total = unused = long = beyond = 0
     longest = (0, "")  # tokens of a row that has more than there are positions, and where it stands
     row_hash = RowHash()
     last = time.monotonic()
-    for index, row in enumerate(table.rows):
-        if time.monotonic() - last > _QUIET:
-            last = time.monotonic()
-            print(f"data: {index} of {len(table.rows)} rows of {table.name} have been read", flush=True)  # noqa: T201
-        found = made(row, table.place(index))
-        row_hash.add(row)
-        unused += not found
-        for number, task in enumerate(found):
-            total += 1
-            tokens = 0 if max_tokens is None else length(task, table.place(index))
-            if max_tokens is not None and tokens > max_tokens:
-                long += 1
-                continue
-            kept.extend((index, number))
-            if positions is not None and tokens > positions:
-                beyond += 1
-                longest = max(longest, (tokens, table.place(index)))
+    with losses() as lost:
+        for index, row in enumerate(table.rows):
+            if time.monotonic() - last > _QUIET:
+                last = time.monotonic()
+                print(f"data: {index} of {len(table.rows)} rows of {table.name} have been read", flush=True)  # noqa: T201
+            found = made(row, table.place(index))
+            row_hash.add(row)
+            unused += not found
+            for number, task in enumerate(found):
+                total += 1
+                tokens = 0 if max_tokens is None else length(task, table.place(index))
+                if max_tokens is not None and tokens > max_tokens:
+                    long += 1
+                    continue
+                kept.extend((index, number))
+                if positions is not None and tokens > positions:
+                    beyond += 1
+                    longest = max(longest, (tokens, table.place(index)))
     if beyond:
         raise DataError(
             f"tasks: {beyond} of {total} rows have more tokens than the {positions} positions of the model "
@@ -191,6 +193,8 @@ def tasks(
             f"the examples max_length={positions}) in place of {max_tokens} to leave them out, or take a model with "
             "more positions"
         )
+    for field, count in lost.items():
+        print(f"data: the chat template leaves out the {field} in {count} of {total} rows of {table.name}", flush=True)  # noqa: T201
     if long:
         said = f"{long} of {total} rows of {table.name} have more than {max_tokens} tokens"
         if not kept:

@@ -17,9 +17,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any, cast
 
+from nrl.data.messages import canonical_messages, canonical_tools
 from nrl.envs.contract import STATUSES, TRAINED, Score, Step, Verdict
 from nrl.envs.tools.schemas import Tool
-from nrl.errors import EnvError
+from nrl.errors import DataError, EnvError
 
 __all__ = [
     "LARGEST_REWARD",
@@ -208,20 +209,28 @@ def _token_id(place: int, part: Any, whose: str, remedy: str) -> int:
 
 
 def _read_messages(messages: Iterable[Any], whose: str) -> list[Mapping[str, Any]]:
+    """Messages in the canonical form; those that stand for a turn of the model are left as they are."""
     read = list(messages)
     for place, message in enumerate(read):
         where = f"{whose}: message {place}"
         if not isinstance(message, Mapping):
             raise EnvError(f"{where} is {_kind(message)}; give {{'role': ..., 'content': ...}}")
-        if not isinstance(message.get("role"), str):
-            raise EnvError(f"{where} has {_shown(message.get('role'))} as its 'role'; give a text, such as 'user'")
-        content, calls = message.get("content"), message.get("tool_calls")
-        if content is None and not calls and "turn" not in message:
+        role, content = (
+            message.get(name, message.get(other)) for name, other in (("role", "from"), ("content", "value"))
+        )
+        calls = message.get("tool_calls")
+        if not isinstance(role, str):
+            raise EnvError(f"{where} has {_shown(role)} as its 'role'; give a text, such as 'user'")
+        if "turn" in message:
+            continue
+        if content is None and not calls and not message.get("function_call"):
             raise EnvError(f"{where} has no 'content', only {_shown(list(message))}; give a text")
         if not isinstance(content, str | None) and not _is_parts(content):
             raise EnvError(f"{where} has {_shown(content)} as its 'content'; give a text, or a list of parts")
-        if calls is not None and not (isinstance(calls, list | tuple) and all(isinstance(x, Mapping) for x in calls)):
-            raise EnvError(f"{where} has {_shown(calls)} as its 'tool_calls'; give a list of mappings, or leave it out")
+        try:
+            (read[place],) = canonical_messages([message], where, parts=True)
+        except DataError as error:
+            raise EnvError(str(error).replace(f"{where}: message 0", where, 1)) from None
     return read
 
 
@@ -244,6 +253,7 @@ def _read_conversation(value: Mapping[str, Any], whose: str) -> dict[str, Any]:
     read = dict(value) | {"messages": _read_messages(messages, whose)}
     if "tools" in read:
         _check_request(read, whose)
+        read["tools"] = canonical_tools(read["tools"], f"{whose}: 'tools'")
     return read
 
 

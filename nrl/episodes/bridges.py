@@ -15,8 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 from nrl.data.checks import fields, kind, shown
+from nrl.data.forms import as_taken
+from nrl.data.messages import REASONING
 from nrl.data.rendering import encode, templated
-from nrl.episodes.forms import REASONING, as_taken
 from nrl.errors import DataError
 
 __all__ = ["FORKS", "Extension", "Fork", "Reason", "Sampled", "bridge", "continues", "extend", "in_common"]

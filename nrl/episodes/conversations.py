@@ -7,13 +7,14 @@ from typing import Any
 import attrs
 
 from nrl.backends.base import Completion
+from nrl.data.forms import Form, as_taken, form
+from nrl.data.messages import REASONING
 from nrl.data.rendering import encode, templated
 from nrl.envs.contract import Prompt, Request, Turn
 from nrl.envs.replies import Reply, opening_mark, split_reasoning
 from nrl.envs.return_values import read_observation
 from nrl.envs.tools import Tool, parse, tool_format
 from nrl.episodes.bridges import Extension, Fork, Sampled, extend, in_common
-from nrl.episodes.forms import Form, as_taken, form
 from nrl.episodes.requests import NO_LIMITS, Limits
 from nrl.errors import EnvError, ModelError
 
@@ -243,7 +244,7 @@ def _calling(turn: Turn, form: Form, opened: str, whole: str) -> dict[str, Any] 
     """The message of a turn that calls tools, as the chat template takes it; None: as one without calls."""
     thought, content = {}, turn.text
     if form.reasoning is not None:
-        thought = {form.reasoning: turn.reasoning} if turn.reasoning else {}
+        thought = {REASONING[0]: turn.reasoning} if turn.reasoning else {}
     elif turn.reasoning or opened:  # what the prompt opened is the template's to write again
         begin, end = ("[THINK]", "[/THINK]") if "[/THINK]" in whole else ("<think>", "</think>")
         begin = opened or (f"{begin}\n" if begin in whole else "")

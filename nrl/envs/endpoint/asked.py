@@ -1,11 +1,11 @@
 """What a client asks of a model, in one form for all of OpenAI's APIs, and the messages that it is made of."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
 
+from nrl.data.messages import read_arguments
 from nrl.envs.contract import Turn
 from nrl.envs.endpoint.fields import Unusable, check_length, shown
 from nrl.envs.gym.json_limits import check_json
@@ -127,21 +127,20 @@ def chat_tools(tools: Any) -> list[dict[str, Any]]:
 
 
 def arguments_of(text: Any) -> Any:
-    """The arguments of a call as an object, if they can be read.
+    """The arguments of a call as `nrl.data.messages.read_arguments` reads them; a text beyond the limits stays one.
 
     >>> arguments_of('{"a": 2}'), arguments_of("a=2")
     ({'a': 2}, 'a=2')
     """
     if not isinstance(text, str):
-        return text
+        return read_arguments(text)
     if len(text) > _LONGEST:
         return text
     try:
         check_json(text.encode(errors="surrogatepass"), containers=VALUES, depth=DEPTH, values=VALUES)
-        found = json.loads(text or "{}")
-    except (ValueError, RecursionError):
+    except ValueError:
         return text
-    return found if isinstance(found, dict) else text
+    return read_arguments(text)
 
 
 def call_id(turn: int, place: int) -> str:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from nrl.data.messages import REASONING
 from nrl.envs.contract import Turn
 from nrl.envs.endpoint.asked import Asked, arguments_of, call_id, chat_tools, content_of, content_text
 from nrl.envs.endpoint.fields import (
@@ -78,9 +79,9 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         return found | {"tool_call_id": str(message.get("tool_call_id") or "")}
     if role != "assistant":
         return found
-    thought = message.get("reasoning_content") or message.get("reasoning")
-    if isinstance(thought, str):
-        found["reasoning"] = thought
+    for name in REASONING[::-1]:  # the first that is there counts
+        if isinstance(message.get(name), str) and message[name]:
+            found["reasoning"] = message[name]
     if calls := message.get("tool_calls"):
         found["tool_calls"] = [_call(each, f"{where}.tool_calls[{at}]") for at, each in enumerate(calls)]
     return found

@@ -6,24 +6,24 @@ from typing import Any
 import pytest
 
 from nrl import tiny
-from nrl.episodes.forms import Form, as_taken, form
+from nrl.data.forms import Form, as_taken, form
 from tests.chat_tokenizers import tokenizer
 from tests.episodes.conversations import TOOLS
 
 FORMS = {  # written by hand, from the templates
     "chatml": Form(plain=True),
     "qwen2_5": Form(plain=True),
-    "qwen3": Form(reasoning="reasoning_content", plain=True),
-    "qwen3_training": Form(reasoning="reasoning_content", plain=True),
-    "qwen3_5_think": Form(reasoning="reasoning_content", plain=True),
-    "glm4moe": Form(reasoning="reasoning_content", plain=True),
+    "qwen3": Form(reasoning="reasoning_content", plain=True, thought="reasoning_content"),
+    "qwen3_training": Form(reasoning="reasoning_content", plain=True, thought="reasoning_content"),
+    "qwen3_5_think": Form(reasoning="reasoning_content", plain=True, thought="reasoning_content"),
+    "glm4moe": Form(reasoning="reasoning_content", plain=True, thought="reasoning_content"),
     "llama3_1": Form(content=False, several=False, plain=True),
     "llama3_2": Form(content=False, several=False, plain=True),
     "deepseekv3": Form(text=True, plain=True),
     "mistral_v3": Form(content=False, plain=True, ids=True),
     "mistral_v11": Form(plain=True, ids=True),
     "mistral_v13": Form(plain=True),
-    "gptoss": Form(reasoning="thinking", several=False),
+    "gptoss": Form(reasoning="thinking", several=False, thought="thinking"),
     "gemma3": Form(content=False, several=False),  # it refuses results
 }
 

@@ -1,0 +1,233 @@
+"""A law of rows: nothing of a conversation disappears unsaid on its way through a chat template, and nothing doubles.
+
+`check_complete` looks for each text of a conversation in what the template wrote: contents, calls, tools, reasoning.
+Some things may be missing, because templates leave them out by design: white space around a text, reasoning of turns
+that are not trained, all descriptions of tools, or all of their parameters. `losses` counts the rows in which they are,
+so that it can be said once a source.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from nrl.data.checks import shown
+from nrl.data.messages import REASONING
+from nrl.errors import DataError
+
+__all__ = ["check_complete", "losses"]
+
+_SHORT = 24  # characters; shorter texts occur by chance, so their repetition says nothing
+
+_COUNTS: ContextVar[dict[str, int] | None] = ContextVar("losses", default=None)
+
+
+@contextmanager
+def losses() -> Iterator[dict[str, int]]:
+    """Count what templates leave out by design in the rows that are rendered in this context.
+
+    Yields:
+        The number of rows by field, such as ``"reasoning of earlier turns"``.
+
+    >>> message = {"role": "user", "content": " 1+1= "}
+    >>> with losses() as found:
+    ...     check_complete("user: 1+1=", [message], [])
+    >>> found
+    {'white space around content': 1}
+    """
+    counts = dict[str, int]()
+    token = _COUNTS.set(counts)
+    try:
+        yield counts
+    finally:
+        _COUNTS.reset(token)
+
+
+def check_complete(
+    text: str,
+    messages: Sequence[Mapping[str, Any]],
+    trained: Sequence[int],
+    tools: Sequence[Mapping[str, Any]] = (),
+    template: str = "",
+) -> None:
+    """Check that a chat template wrote all of a conversation, and none of it twice.
+
+    Args:
+        text: that the template wrote.
+        messages: in the canonical form; see `nrl.data.messages`.
+        trained: the places of the messages that the model learns to write.
+        tools: in the canonical form.
+        template: its source. Words that it writes by itself may stand in the text besides.
+
+    Raises:
+        DataError: a content, a call, a tool, or the reasoning of a trained message is not in the text, or is in it more
+            often than in the messages; the error names the message and the field.
+
+    >>> message = {"role": "assistant", "content": "2", "reasoning_content": "Easy."}
+    >>> check_complete("assistant: 2", [message], [0])
+    Traceback (most recent call last):
+    nrl.errors.DataError: the chat template leaves out 'reasoning_content' of message 0, 'Easy.'; take a template that \
+writes it, or leave it out of the row
+    """
+    lost = _check_tools(text, tools)
+    written = list[tuple[str, str]]()  # texts that are longer than what repeats by chance, and their names
+    spoken = _Reader(text)
+    for at, message in enumerate(messages):
+        of = f"of message {at}"
+        parts = _reasoned(message) if message["role"] == "assistant" else {"content": message["content"]}
+        where = _Reader(text) if message["role"] == "system" else spoken  # some templates put all of them in front
+        for name, value in parts.items():
+            inner = value.strip()
+            if name != "content" and at not in trained:
+                lost |= {"reasoning of earlier turns"} if inner and not where.has(inner) else set()
+                continue
+            if not where.has(inner):
+                raise DataError(_missing(f"'{name}' {of}", inner))
+            if not where.has(value):
+                lost.add(f"white space around {name}")
+            written.append((inner, f"'{name}' {of}"))
+        for number, call in enumerate(message.get("tool_calls") or ()):
+            spoken = _check_call(spoken, call, f"of call {number} {of}")
+    _check_once(text, written, messages, tools, template)
+    counts = _COUNTS.get()
+    if counts is not None:
+        for name in sorted(lost):
+            counts[name] = counts.get(name, 0) + 1
+
+
+def _reasoned(message: Mapping[str, Any]) -> dict[str, str]:
+    """The texts of a message of the assistant. Templates take apart a content that has the reasoning within marks."""
+    found = {name: message[name] for name in REASONING if message.get(name)}
+    thought, end, content = message["content"].rpartition("</think>")
+    if end:
+        found["reasoning in content"] = thought.strip().removeprefix("<think>").strip()
+    return {**found, "content": content if end else message["content"]}
+
+
+class _Reader:
+    """A text, read from some place on."""
+
+    def __init__(self, text: str, start: int = 0) -> None:
+        self.text, self.start = text, start
+
+    def has(self, value: str) -> bool:
+        return not value or any(self.text.find(each, self.start) >= 0 for each in _spellings(value))
+
+    def behind(self, value: str) -> "_Reader | None":
+        at = self.text.find(value, self.start)
+        return None if at < 0 else _Reader(self.text, at + len(value))
+
+
+def _spellings(value: str) -> Iterator[str]:
+    """A text as it is, and as JSON writes it."""
+    yield value
+    for ascii_alone in (False, True):
+        inner = json.dumps(value, ensure_ascii=ascii_alone)[1:-1]
+        if inner != value:
+            yield inner
+            # Jinja's own filter `tojson` makes JSON safe for HTML
+            yield inner.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026").replace("'", "\\u0027")
+
+
+def _missing(name: str, value: str) -> str:
+    return (
+        f"the chat template leaves out {name}, {shown(repr(value))}; take a template that writes it, or leave it out "
+        "of the row"
+    )
+
+
+def _check_call(spoken: _Reader, call: Mapping[str, Any], of: str) -> _Reader:
+    """Check that a call is written, and read on behind its name."""
+    function = call["function"]
+    behind = spoken.behind(function["name"])
+    if behind is None:
+        raise DataError(_missing(f"the name {of}", function["name"]))
+    arguments = function["arguments"]
+    if isinstance(arguments, str):
+        if arguments not in behind.text[behind.start :]:
+            raise DataError(
+                f"the arguments {of} are {shown(repr(arguments))}, which is no JSON object, and the chat template does "
+                "not write them as they are; give an object"
+            )
+        return behind
+    for path, value in _leaves(arguments, ""):
+        if not any(behind.has(each) for each in _values(value)):
+            raise DataError(_missing(f"the argument '{path}' {of}", str(value)))
+    return behind
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            inner = f"{path}.{key}" if path else str(key)
+            yield inner, str(key)
+            yield from _leaves(each, inner)
+    elif isinstance(value, list | tuple):
+        for at, each in enumerate(value):
+            yield from _leaves(each, f"{path}[{at}]")
+    else:
+        yield path, value
+
+
+def _values(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value.strip()
+    else:
+        yield json.dumps(value, default=str)
+        yield str(value)
+
+
+def _check_tools(text: str, tools: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Check that tools are written, and return what a template leaves out of all of them."""
+    whole, lost = _Reader(text), set[str]()
+    by_kind: dict[str, list[tuple[str, str]]] = {"names": [], "parameters": [], "descriptions": []}
+    for tool in tools:
+        for name, kind_of, value in _of_tool(tool):
+            by_kind[kind_of].append((name, value.strip()))
+    for kind_of, texts in by_kind.items():
+        missing = [(name, value) for name, value in texts if not whole.has(value)]
+        if missing and (kind_of == "names" or len(missing) < len(texts)):
+            raise DataError(_missing(*missing[0]))
+        lost |= {f"{kind_of} of tools"} if missing else set()
+    return lost
+
+
+def _of_tool(tool: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """The texts of a tool that a model has to read: the name and the kind of each, and itself."""
+    function = tool.get("function", tool)
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        return
+    of = f"of the tool '{function['name']}'"
+    yield f"the name {of}", "names", function["name"]
+    parameters = function.get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    if isinstance(function.get("description"), str):
+        yield f"the description {of}", "descriptions", function["description"]
+    for name, schema in properties.items() if isinstance(properties, Mapping) else ():
+        yield f"the parameter '{name}' {of}", "parameters", str(name)
+        if isinstance(schema, Mapping) and isinstance(schema.get("description"), str):
+            yield f"the description of the parameter '{name}' {of}", "descriptions", schema["description"]
+
+
+def _check_once(
+    text: str,
+    written: Sequence[tuple[str, str]],
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    template: str,
+) -> None:
+    long = {value: name for value, name in written if len(value) >= _SHORT}
+    if not long:
+        return
+    given = json.dumps([messages, tools], ensure_ascii=False, default=str)
+    for value, name in long.items():
+        found = text.count(value)
+        if found < 2:
+            continue
+        own = given.count(json.dumps(value, ensure_ascii=False)[1:-1]) + template.count(value)
+        if found > own:
+            raise DataError(
+                f"the chat template writes {name} {found} times, {shown(repr(value))}, where the row has it {own} "
+                "times; take a template that writes it once"
+            )
