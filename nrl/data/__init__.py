@@ -5,6 +5,7 @@ token ids; `supervised`, `preferences` and `labelled` turn rows that have respon
 """
 
 from nrl.data.collating import labelled, preferences, supervised
+from nrl.data.control_tokens import parse_special
 from nrl.data.formats import FORMATS, Format, gsm8k, helpsteer3, openmathinstruct2, squad, turns, ultrafeedback
 from nrl.data.mixtures import mixture
 from nrl.data.prompts import PROMPT_KEYS, rows
@@ -23,6 +24,7 @@ __all__ = [
     "labelled",
     "mixture",
     "openmathinstruct2",
+    "parse_special",
     "preferences",
     "read_csv",
     "read_jsonl",

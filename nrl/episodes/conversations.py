@@ -7,7 +7,8 @@ from typing import Any
 import attrs
 
 from nrl.backends.base import Completion
-from nrl.data.rendering import encode, templated
+from nrl.data.encoding import encode
+from nrl.data.templates import render_chat
 from nrl.envs.contract import Prompt, Request, Turn
 from nrl.envs.return_values import read_observation
 from nrl.envs.tools import Tool, parse, tool_format
@@ -108,8 +109,8 @@ class Conversation:
         if not self._apart:
             return render(self._prompt, self._tokenizer, max_tokens=self._max_tokens)
         asking = as_taken(self._rows[-1].messages, self._tokenizer, self._schemas)
-        text = templated(asking, self._tokenizer, asking=True, tools=self._schemas)
-        ids = encode(text, self._tokenizer, self._max_tokens)
+        chat = render_chat(asking, self._tokenizer, asking=True, tools=self._schemas)
+        ids = encode(chat, self._tokenizer, self._max_tokens)
         self._opened = self._opening(ids)
         return ids
 
@@ -158,7 +159,8 @@ class Conversation:
         self.is_request, self.limits = False, NO_LIMITS
         row = self._rows[-1]
         if isinstance(observation, str):
-            return self._appended(rows, encode(observation, self._tokenizer, self._max_tokens))
+            ids = encode(observation, self._tokenizer, self._max_tokens, spelled=True, continues=True)
+            return self._appended(rows, ids)
         if isinstance(observation, Mapping):
             if "tools" in observation:
                 return self._goes_on(self._asked(observation), rows)

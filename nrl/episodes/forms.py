@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from nrl.data.rendering import templated
+from nrl.data.templates import templated
 from nrl.errors import DataError
 
 __all__ = ["REASONING", "Form", "as_taken", "form"]

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nrl.data.rendering import encode
+from nrl.data.encoding import encode
 
 __all__ = ["least_tokens"]
 
