@@ -90,10 +90,12 @@ def encode_prompt(text: str, tokenizer: Any, max_tokens: int | None) -> list[int
     starts = (start for start in range(len(full) - len(short) + 1) if full[start : start + len(short)] == short)
     before = full[: next(starts, 0)]
     doubled = bool(before) and short[: len(before)] == before
-    own = 0  # where the text begins, behind the special tokens that it has in front already
-    for token in tokenizer.convert_ids_to_tokens(before) if doubled else ():
-        found = text.find(token, own, _HEAD)
-        own = own if found < 0 else found + len(token)
+    opening, own = tokenizer.convert_ids_to_tokens(before) if doubled else [], 0
+    if not before and tokenizer.bos_token and text.startswith(tokenizer.bos_token):
+        opening = [tokenizer.bos_token]
+    for token in opening:  # own: where the text begins, behind the special tokens that it has in front already
+        at = text.find(token, own, _HEAD)
+        own = own if at < 0 else at + len(token)
     if find_breaks(head, tokenizer, own) and (match := control_tokens(tokenizer).pattern.search(head, own)):
         _warn_once(match[0])
     ids = encode(text, tokenizer, max_tokens, spelled=True, start=own)

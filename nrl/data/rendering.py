@@ -78,10 +78,13 @@ def answered(
 ) -> tuple[list[int], list[bool]]:
     """The token ids of a prompt with its answer, up to the end of the answer, and which of them the assistant writes.
 
-    A text is an answer as the model writes it. It is encoded apart from the prompt, so that no token reaches across the
-    boundary. Unless it ends itself, it gets the tokens with which the chat template ends a turn (or, if the prompt is
-    no chat, the end-of-sequence token). Messages are an answer as the chat template writes it; all of the assistant's
-    messages among them count, those in the prompt do not.
+    Messages are an answer as the chat template writes it; all of the assistant's messages among them count, those in
+    the prompt do not. A text that answers a chat is the content of such a message. Where the template does not write
+    all of the content, because it drops reasoning, say, the text is what the model writes, word for word.
+
+    Behind a text prompt, a text is always what the model writes. No token reaches across the edge between prompt and
+    answer. A text that does not end itself gets what ends a turn under the chat template, or, if the prompt is no chat,
+    the end-of-sequence token.
 
     Args:
         prompt: as for `render`; empty: nothing comes before the messages of the answer.
@@ -107,7 +110,8 @@ def answered(
         return _apart(*_conversation(prompt, answer, tokenizer, tools), tokenizer)
     chat = not isinstance(prompt, str) and isinstance(prompt[0], Mapping)
     ends = turn_ends(tokenizer, tools) if chat else TurnEnds("", "", written=True)
-    if chat and (as_message := _as_message(prompt, answer, ends, tokenizer, tools)):
+    # A template has nothing to write of an empty text, whose turn is its end alone
+    if chat and answer and (as_message := _as_message(prompt, answer, ends, tokenizer, tools)):
         return _apart(*as_message, tokenizer)
     before = render(prompt, tokenizer, tools=tools)
     after = encode(_unopened(answer, before, tokenizer) if chat else answer, tokenizer, continues=True)
