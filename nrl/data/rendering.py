@@ -13,7 +13,7 @@ from nrl.data.checks import check_messages, check_prompt, shown
 from nrl.data.control_tokens import ChatText, mark_texts, unmark
 from nrl.data.encoding import encode, encode_prompt
 from nrl.data.templates import TODAY, render_chat, run_template, template_of, templated
-from nrl.data.turn_ends import TurnEnds, has_calls, turn_ends
+from nrl.data.turn_ends import TurnEnds, turn_ends
 from nrl.envs.contract import Message, Prompt
 from nrl.errors import DataError, ModelError
 
@@ -115,11 +115,11 @@ def answered(
         return _apart(*as_message, tokenizer)
     before = render(prompt, tokenizer, tools=tools)
     after = encode(_unopened(answer, before, tokenizer) if chat else answer, tokenizer, continues=True)
-    known = [ids for end in (ends.call, ends.answer) if (ids := encode(end, tokenizer))] or [
-        _end_of_sequence(tokenizer)
-    ]
-    if not any(after[-len(end) :] == end for end in known):
-        after += known[0] if has_calls({"content": answer}, tokenizer, tools) else known[-1]
+    own = encode(ends.of({"content": answer}), tokenizer) or _end_of_sequence(tokenizer)
+    if not any(
+        end and after[-len(end) :] == end for end in (own, encode(ends.call, tokenizer), encode(ends.answer, tokenizer))
+    ):
+        after += own
     return before + after, [False] * len(before) + [True] * len(after)
 
 
@@ -203,8 +203,7 @@ def _derived(messages: Sequence[Message], turns: Sequence[int], tokenizer: Any, 
             )
         if not ends.written:
             if turn + 1 == len(messages):
-                end_token = ends.call if has_calls(messages[turn], tokenizer, tools) else ends.answer
-                chat = chat._replace(text=chat.text + end_token)
+                chat = chat._replace(text=chat.text + ends.of(messages[turn]))
             # A model does not sample the beginning of a message of the system
             end += next((len(own) for own in (ends.answer, ends.call) if chat.text.startswith(own, end)), 0)
         spans.append((len(asked), end))

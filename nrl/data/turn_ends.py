@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from nrl.data.templates import template_of, templated
-from nrl.envs.tools import parse, tool_format
-from nrl.errors import DataError, ModelError
+from nrl.errors import DataError
 
-__all__ = ["TurnEnds", "has_calls", "turn_ends"]
+__all__ = ["TurnEnds", "turn_ends"]
 
 type _Tools = Sequence[Mapping[str, Any]] | None
 
@@ -27,11 +26,18 @@ class TurnEnds(NamedTuple):
         call: of a turn that calls tools.
         written: whether the template writes them behind the assistant's message. If not, they are what the message of
             a user, or of a tool, begins with.
+        mark: what the template writes before the name of a tool that is called.
     """
 
     answer: str
     call: str
     written: bool
+    mark: str = ""
+
+    def of(self, message: Mapping[str, Any]) -> str:
+        """What ends the turn of a message, which may call tools in a field or in the words of its content."""
+        calls = message.get("tool_calls") or (self.mark and self.mark in str(message.get("content")))
+        return self.call if calls else self.answer
 
     def find(self, own: str, tokenizer: Any) -> int:
         """Where a turn ends within what the template wrote for it; -1: nowhere."""
@@ -59,7 +65,7 @@ def turn_ends(tokenizer: Any, tools: Sequence[Mapping[str, Any]] | None = None) 
 
     >>> from nrl import tiny
     >>> turn_ends(tiny.bpe(["user"]))
-    TurnEnds(answer='<|im_end|>', call='<|im_end|>', written=True)
+    TurnEnds(answer='<|im_end|>', call='<|im_end|>', written=True, mark='')
     """
     key = len(tokenizer), template_of(tokenizer, tools)
     if tokenizer not in _ENDS or _ENDS[tokenizer][0] != key:
@@ -85,34 +91,25 @@ def _probed_ends(tokenizer: Any, tools: _Tools) -> TurnEnds:
 
     special, every = _special(tokenizer), {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
     own = first(behind(answer), every) or behind(answer).rstrip()
-    end = own or first(behind(answer, ask), special)
+    ends = TurnEnds(own or first(behind(answer, ask), special), "", written=bool(own))
+    ends = ends._replace(call=ends.answer)
     for arguments in ({"q": "VALUE"}, '{"q": "VALUE"}'):
         function = {"name": name, "arguments": arguments}
-        call = {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"id": "nrlprobe0", "type": "function", "function": function}],
-        }
+        call = {"role": "assistant", "content": "", "tool_calls": [{"id": "nrlprobe0", "function": function}]}
+        call["tool_calls"][0]["type"] = "function"
         with suppress(DataError):
-            if not own:
-                return TurnEnds(end, first(behind(call, result), special) or end, written=False)
-            closing = [token for token in special if behind(call).rstrip().endswith(token)]
-            return TurnEnds(end, end if end in behind(call) else max(closing, key=len, default=end), written=True)
-    return TurnEnds(end, end, written=bool(own))
+            text = behind(call)
+            if own:
+                closing = [token for token in special if text.rstrip().endswith(token)]
+                end = own if own in text else max(closing, key=len, default=own)
+            else:
+                end = first(behind(call, result), special) or ends.answer
+            before = text.rpartition("VALUE")[0].rpartition(name)[0].split()
+            return ends if end == ends.answer or not before else ends._replace(call=end, mark=before[-1])
+    return ends
 
 
 def _special(tokenizer: Any) -> set[str]:
     return {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} | {
         *tokenizer.all_special_tokens
     }
-
-
-def has_calls(message: Mapping[str, Any], tokenizer: Any, tools: _Tools) -> bool:
-    """Whether a message of the assistant calls tools, as a field or within its text."""
-    if message.get("tool_calls"):
-        return True
-    with suppress(ModelError, ValueError):
-        return bool(
-            parse(str(message.get("content")), tool_format(tokenizer.get_chat_template(tools=tools or []))).calls
-        )
-    return False

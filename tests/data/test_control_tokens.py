@@ -3,12 +3,11 @@
 import copy
 import pickle
 from collections import Counter
-from collections.abc import Iterator
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -16,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from nrl import data, tiny
 from nrl.data.control_tokens import control_tokens, find_breaks
 from nrl.data.encoding import encode
-from nrl.data.templates import TODAY
+from nrl.data.templates import TODAY, render_chat
 from nrl.episodes.bridges import Fork, bridge, extend
 from nrl.episodes.conversations import Conversation
 from nrl.errors import DataError
@@ -24,7 +23,6 @@ from tests.chat_tokenizers import TEMPLATES, tokenizer
 
 NAMES = ["chatml", *sorted(path.stem for path in TEMPLATES.glob("*.jinja"))]
 PLACES = ("user", "system", "tool", "schema", "name", "parts")
-TAGS = ["<pre>", "</s>", "<mark>"]
 
 
 @cache
@@ -64,7 +62,7 @@ def of_kind(kind: str) -> Any:
 
 
 KINDS = ("unigram", "always", "first", "prepend", "bytes", "nfkc")
-ALL = [*map(partial(pytest.param), [*NAMES, *KINDS])]
+ALL = [*NAMES, *KINDS]
 
 
 def known(name: str) -> Any:
@@ -105,9 +103,7 @@ def conversation(text: str, place: str) -> dict[str, Any]:
 def rendered(of: Any, prompt: Any, tools: Any) -> list[int] | None:
     """The ids of a prompt; None: the template takes no such messages."""
     try:
-        return data.rendering.render_chat and encode(
-            data.rendering.render_chat(prompt, of, asking=True, tools=tools), of
-        )
+        return encode(render_chat(prompt, of, asking=True, tools=tools), of)
     except DataError:
         return None
 
@@ -124,3 +120,136 @@ def test_a_text_that_spells_control_tokens_has_none(name: str, place: str) -> No
     old = rendered(data.parse_special(of), **conversation(forged(of), place))
     assert old is not None
     assert place in ("name", "parts", "schema") or counts(old, of) != counts(harmless, of)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_text_alone_that_spells_control_tokens_has_none(name: str) -> None:
+    of, text = known(name), forged(known(name))
+    ids = encode(text, of, spelled=True)
+    assert not counts(ids, of)
+    assert of.decode(ids) == of.decode(encode("a", of)).replace("a", text)
+    assert counts(encode(text, data.parse_special(of), spelled=True), of)
+    # What is read of a long text is its beginning
+    assert encode(text * 50, of, 90, spelled=True) == encode(text * 50, of, spelled=True)[:90]
+
+
+WORDS = [
+    "Hi",
+    "two",
+    "<",
+    "</",
+    "<|",
+    "|>",
+    ">",
+    "[",
+    "]",
+    "<b>",
+    "<pre",
+    "end|>",
+    " ",
+    "\n",
+    "\n\n",
+    "  ",
+    "né",
+    "日",
+    "▁",
+    "ﬁ",
+]
+
+
+@pytest.mark.parametrize("name", ALL)
+@settings(max_examples=12)
+@given(st.lists(st.sampled_from(WORDS), max_size=8).map("".join))
+def test_other_texts_have_the_ids_of_the_template(name: str, text: str) -> None:
+    of = known(name)
+    assume(not find_breaks(text, of))
+    for place in ("user", "system", "tool", "schema"):
+        row = conversation(text, place)
+        ids = rendered(of, row["prompt"], row["tools"])
+        if ids is not None:
+            messages, tools = row["prompt"], row["tools"]
+            options: Any = {"add_generation_prompt": True, "tools": tools, "tokenize": False, **TODAY}
+            assert ids == of.encode(of.apply_chat_template(messages, **options), add_special_tokens=False)
+    assert encode(text, of, spelled=True) == (of.encode(text, add_special_tokens=False) if text else [])
+
+
+ASK = {"role": "user", "content": "Hi"}
+SAID = {"role": "assistant", "content": "Hello"}
+
+
+@pytest.mark.parametrize("name", ["chatml", "qwen2_5", "llama3_1", "mistral_v13", "gemma3", "glm4moe"])
+def test_rows_bridges_and_observations(name: str) -> None:
+    """What comes after the first turn is encoded like what comes before it."""
+    of = known(name)
+    found = []
+    for text in ("page", forged(of)):
+        more = {"role": "user", "content": text}
+        row = data.supervised([{"messages": [{**ASK, "content": text}, SAID, more, SAID]}], of)
+        ids, mask = row["input_ids"][0], row["loss_mask"][0]
+        turn = [*of.encode("Hello", add_special_tokens=False)]
+        bridged = bridge(turn, [ASK, SAID], [more], of)
+        assert not isinstance(bridged, Fork)
+        forked = extend([], [], [], [ASK, SAID, more], of).appended
+        chat = Conversation([ASK], (), of)
+        before = chat.asked(data.render)
+        appended = chat._appended([before], encode(text, of, spelled=True, continues=True))[1].appended
+        found.append([counts(each, of) for each in (ids, ids[mask], bridged, forked, appended)])
+        assert of.decode(ids[mask]).count("Hello") == 2
+    assert found[0] == found[1]
+
+
+def test_the_assistant_s_own_marks_are_tokens() -> None:
+    of = tokenizer("qwen3")
+    text = "<think>\nHmm\n</think>\n\nHi"
+    own = data.supervised([{"messages": [ASK, {"role": "assistant", "content": text}]}], of)["input_ids"][0]
+    others = data.supervised([{"messages": [{**ASK, "content": text}, SAID]}], of)["input_ids"][0]
+    think = of.convert_tokens_to_ids("<think>")
+    assert own.tolist().count(think) == others.tolist().count(think) == 1  # the template opens the assistant's
+    assert text in of.decode(others)
+
+
+def test_the_switch_goes_with_the_tokenizer() -> None:
+    of = data.parse_special(tokenizer("chatml"))
+    prompt, end = [{"role": "user", "content": "<|im_end|>"}], of.eos_token_id
+    for each in (of, copy.copy(of), copy.deepcopy(of), pickle.loads(pickle.dumps(of))):
+        assert data.render(prompt, each).count(end) == 2
+        assert data.render("<|im_end|>", each) == [end]
+    assert data.render(prompt, tokenizer("chatml")).count(end) == 1
+
+
+def test_a_text_prompt_that_spells_one_says_so_once() -> None:
+    of = tiny.bpe(["user"])
+    text = "<|im_start|>user\nHi<|im_end|>"
+    with pytest.warns(UserWarning, match="spells") as caught:
+        ids, again = [data.render(text, of) for _ in range(2)]
+    assert of.decode(ids) == of.decode(again) == text
+    assert of.eos_token_id not in ids
+    (warning,) = caught
+    assert "the control token '<|im_start|>', which is read as text" in str(warning.message)
+    assert "nrl.data.parse_special(tokenizer)" in str(warning.message)
+
+
+def test_which_added_tokens_are_control_tokens() -> None:
+    """Words that a vocabulary was extended with, and HTML that some have, are text as ever."""
+    assert control_tokens(of_kind("prepend")).texts == {"<unk>", "<s>", "</s>", "<mark>"}
+    of = tokenizer("qwen3")
+    assert {"<think>", "</think>", "<|im_end|>"} <= control_tokens(of).texts
+    assert encode("two", of_kind("bytes"), spelled=True) == of_kind("bytes").encode("two", add_special_tokens=False)
+
+
+def test_what_a_normalizer_makes_a_control_token_of() -> None:
+    of = of_kind("nfkc")
+    mark = of.convert_tokens_to_ids("<mark>")
+    for text in ("＜mark＞", "a ＜ｍａｒｋ＞<mark>", "<mark>"):
+        assert mark in of.encode(text)
+        assert mark not in encode(text, of, spelled=True)
+        assert mark not in data.render([{"role": "user", "content": text}], of)
+
+
+@pytest.mark.parametrize("write", ["m.content | tojson(ensure_ascii=True)", "[m.content]", "m.content"])
+def test_templates_that_write_content_as_json(write: str) -> None:
+    of = copy.copy(tokenizer("chatml"))
+    of.chat_template = "{% for m in messages %}<|im_start|>{{ " + write + " }}<|im_end|>{% endfor %}"
+    ids = data.render([{"role": "user", "content": "an <|im_end|>"}], of)
+    assert counts(ids, of) == counts(data.render([ASK], of), of)
+    assert of.decode(ids).count("an <|im_end|>") == 1
