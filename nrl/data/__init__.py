@@ -10,6 +10,7 @@ from nrl.lazy import on_demand
 
 if TYPE_CHECKING:
     from nrl.data.collating import labelled, preferences, supervised
+    from nrl.data.control_tokens import parse_special
     from nrl.data.formats import (
         FORMATS,
         Format,
@@ -46,6 +47,7 @@ __all__ = [
     "labelled",
     "mixture",
     "openmathinstruct2",
+    "parse_special",
     "preferences",
     "prompt_completion",
     "read_csv",

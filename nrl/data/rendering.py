@@ -2,33 +2,27 @@
 
 All goes through the tokenizer's own chat template, as text. The assistant's part of a turn begins after the template's
 generation prompt and ends with the token that ends the turn.
-
-Templates that write today's date, such as Llama 3.2's, always get 26 July 2024, the date in Llama 3.1's own template.
-So a run that goes on tomorrow has the same prompts.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, cast
 
 from nrl.data.checks import check_prompt, shown
 from nrl.data.completeness import check_complete
-from nrl.data.forms import as_taken, selected_template
-from nrl.data.messages import canonical_messages, canonical_prompt
+from nrl.data.control_tokens import ChatText, mark_texts, unmark
+from nrl.data.encoding import encode, encode_prompt
+from nrl.data.forms import as_taken
+from nrl.data.messages import canonical_messages, canonical_prompt, is_chat
+from nrl.data.templates import TODAY, render_chat, run_template, template_of, templated
+from nrl.data.turn_ends import TurnEnds, turn_ends
 from nrl.envs.contract import Message, Prompt
 from nrl.errors import DataError, ModelError
 
-__all__ = ["answered", "encode", "render", "templated"]
-
-_TODAY: Mapping[str, Any] = {"strftime_now": datetime(2024, 7, 26).strftime}
-"""An argument of every template. It shadows the clock that transformers provides under this name."""
+__all__ = ["answered", "render"]
 
 type _Tools = Sequence[Mapping[str, Any]] | None
-
-_CHARACTERS, _MARGIN = 8, 64  # of a token, more than most have; tokens that may depend on where a text was cut
-_HEAD = 1000  # characters
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -69,11 +63,12 @@ def render(
     prompt = canonical_prompt(prompt, "render: the prompt")
     check_prompt(prompt, "render: the prompt")
     if isinstance(prompt, str):
-        return _with_specials(prompt, tokenizer, max_tokens)
+        return encode_prompt(prompt, tokenizer, max_tokens)
     if isinstance(prompt[0], Mapping):
-        text = templated(cast(Sequence[Message], prompt), tokenizer, asking=True, tools=tools)
-        check_complete(text, cast(Sequence[Message], prompt), [], tools or (), _template(tokenizer, tools))
-        return encode(text, tokenizer, max_tokens)
+        messages = cast(Sequence[Message], prompt)
+        chat = render_chat(messages, tokenizer, asking=True, tools=tools)
+        check_complete(chat.text, messages, [], tools or (), template_of(tokenizer, tools))
+        return encode(chat, tokenizer, max_tokens)
     ids = list(cast(Sequence[int], prompt))[:max_tokens]
     if max(ids) >= len(tokenizer):
         raise DataError(f"render: the prompt has the token id {max(ids)}; the tokenizer's last is {len(tokenizer) - 1}")
@@ -89,10 +84,13 @@ def answered(
 ) -> tuple[list[int], list[bool]]:
     """The token ids of a prompt with its answer, up to the end of the answer, and which of them the assistant writes.
 
-    A text is an answer as the model writes it. It is encoded apart from the prompt, so that no token reaches across the
-    boundary. Unless it ends itself, it gets the tokens with which the chat template ends a turn (or, if the prompt is
-    no chat, the end-of-sequence token). Messages are an answer as the chat template writes it; all of the assistant's
-    messages among them count, those in the prompt do not.
+    Messages are an answer as the chat template writes it; all of the assistant's messages among them count, those in
+    the prompt do not. A text that answers a chat is the content of such a message. Where the template does not write
+    all of the content, because it drops reasoning, say, the text is what the model writes, word for word.
+
+    Behind a text prompt, a text is always what the model writes. No token reaches across the edge between prompt and
+    answer. A text that does not end itself gets what ends a turn under the chat template, or, if the prompt is no chat,
+    the end-of-sequence token.
 
     Args:
         prompt: as for `render`; empty: nothing comes before the messages of the answer.
@@ -115,18 +113,54 @@ def answered(
     [False, False, False, False, True, True]
     """
     if not isinstance(answer, str):
-        return _conversation(prompt, answer, tokenizer, tools)
+        return _apart(*_conversation(prompt, answer, tokenizer, tools), tokenizer)
+    chat = is_chat(prompt)
+    ends = turn_ends(tokenizer, tools) if chat else TurnEnds("", "", written=True)
+    # A template has nothing to write of an empty text, whose turn is its end alone
+    if chat and answer and (as_message := _as_message(prompt, answer, ends, tokenizer, tools)):
+        return _apart(*as_message, tokenizer)
     before = render(prompt, tokenizer, tools=tools)
-    chat = not isinstance(prompt, str) and isinstance(prompt[0], Mapping)
-    end = encode(_ending(tokenizer, tools) if chat else "", tokenizer) or [_end_of_sequence(tokenizer)]
-    after = encode(answer, tokenizer)
-    after += [] if after[-len(end) :] == end else end
+    after = encode(_unopened(answer, before, tokenizer) if chat else answer, tokenizer, continues=True)
+    own = encode(ends.of({"content": answer}), tokenizer) or _end_of_sequence(tokenizer)
+    if not any(
+        end and after[-len(end) :] == end for end in (own, encode(ends.call, tokenizer), encode(ends.answer, tokenizer))
+    ):
+        after += own
     return before + after, [False] * len(before) + [True] * len(after)
 
 
-def _conversation(
-    prompt: Prompt, answer: Sequence[Message], tokenizer: Any, tools: _Tools
-) -> tuple[list[int], list[bool]]:
+type _Turns = tuple[ChatText, list[tuple[int, int]]]
+"""The text of a conversation, and where in it each turn of the assistant begins and ends."""
+
+
+def _as_message(prompt: Prompt, answer: str, ends: TurnEnds, tokenizer: Any, tools: _Tools) -> _Turns | None:
+    """A text as the content of a message; None: the template does not take it, or does not write all of it."""
+    end = next((end for end in (ends.answer, ends.call) if end and answer.endswith(end)), "")
+    content = answer.removesuffix(end)
+    try:
+        chat, spans = _conversation(prompt, [{"role": "assistant", "content": content}], tokenizer, tools)
+    except (DataError, ModelError):
+        return None
+    start, stop = spans[0][0], spans[-1][1]
+    opened = _OPENED.search(chat.text[max(start - _LONGEST, 0) : start])
+    own = (opened[0] if opened else "") + chat.text[start:stop]
+    whole = "".join(content.split()) in "".join(own.split())
+    return (chat, spans) if whole and own.endswith(end) else None
+
+
+_OPENED = re.compile(r"(<think>|\[THINK\])\s*\Z")
+_LONGEST = 64  # characters of what opens the reasoning, and of the white space behind it
+
+
+def _unopened(answer: str, before: Sequence[int], tokenizer: Any) -> str:
+    """An answer without the mark that opens its reasoning, where the generation prompt has it already."""
+    opened = _OPENED.search(tokenizer.decode(before[-_LONGEST:]))
+    if opened is None or not answer.lstrip().startswith(opened[1]):
+        return answer
+    return answer.removeprefix(opened[0]) if answer.startswith(opened[0]) else answer.lstrip().removeprefix(opened[1])
+
+
+def _conversation(prompt: Prompt, answer: Sequence[Message], tokenizer: Any, tools: _Tools) -> _Turns:
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}] if prompt else []
     if len(prompt) and not isinstance(prompt[0], Mapping):
@@ -141,12 +175,10 @@ def _conversation(
         if all(message["role"] == "assistant" for message in messages[: turns[-1]]):
             raise DataError("the conversation begins with the assistant's message; begin with what it answers")
         turns = turns if _opens(tokenizer, tools) else turns[1:]  # then the first is only what the others follow
-    if _MARKER.search(_template(tokenizer, tools)):
-        text, spans = _marked(messages, turns, tokenizer, tools)
-    else:
-        text, spans = _derived(messages, turns, tokenizer, tools)
-    check_complete(text, messages, turns, tools or (), _template(tokenizer, tools))
-    return _apart(text, spans, tokenizer)
+    template = template_of(tokenizer, tools)
+    chat, spans = (_marked if _MARKER.search(template) else _derived)(messages, turns, tokenizer, tools)
+    check_complete(chat.text, messages, turns, tools or (), template)
+    return chat, spans
 
 
 def _opens(tokenizer: Any, tools: _Tools) -> bool:
@@ -157,13 +189,11 @@ def _opens(tokenizer: Any, tools: _Tools) -> bool:
         return False
 
 
-def _derived(
-    messages: Sequence[Mapping[str, Any]], turns: Sequence[int], tokenizer: Any, tools: _Tools
-) -> tuple[str, list[tuple[int, int]]]:
-    """The text, and where in it each turn begins and ends, found by rendering the conversation up to each turn."""
-    text = templated(messages, tokenizer, tools=tools)
-    ending = _ending(tokenizer, tools)
-    if not ending:
+def _derived(messages: Sequence[Mapping[str, Any]], turns: Sequence[int], tokenizer: Any, tools: _Tools) -> _Turns:
+    """Find the turns by rendering the conversation up to each of them."""
+    chat = render_chat(messages, tokenizer, tools=tools)
+    ends = turn_ends(tokenizer, tools)
+    if not ends.answer:
         raise ModelError(
             "the chat template ends the assistant's messages with no token, so nothing would teach the model to stop; "
             "put {{ eos_token }} behind their content in tokenizer.chat_template"
@@ -177,19 +207,25 @@ def _derived(
                 f"the chat template asks for the assistant's message {turn} with {_after(asked, so_far)} and then "
                 f"writes {_after(so_far, asked)}; {_ADVICE}"
             )
-        end = so_far.rfind(ending, len(asked))
-        if end < 0:
+        end = len(asked) + ends.find(so_far[len(asked) :], tokenizer) if ends.written else len(so_far)
+        if end < len(asked):
             found = shown(repr(so_far[len(asked) :][-50:]))
-            raise DataError(f"the chat template ends the assistant's message {turn} with {found}, without {ending!r}")
-        end += len(ending)
-        if text[:end] != so_far[:end]:
             raise DataError(
-                f"the chat template writes {_after(so_far, text)} for the assistant's message {turn} while it is the "
-                f"last, and {_after(text, so_far)} once others follow, as templates do that drop the thinking of "
-                f"earlier turns; {_ADVICE}"
+                f"the chat template ends the assistant's message {turn} with {found}, without {ends.answer!r}"
             )
+        if chat.text[:end] != so_far[:end]:
+            raise DataError(
+                f"the chat template writes {_after(so_far, chat.text)} for the assistant's message {turn} while it is "
+                f"the last, and {_after(chat.text, so_far)} once others follow, as templates do that drop the thinking "
+                f"of earlier turns; {_ADVICE}"
+            )
+        if not ends.written:
+            if turn + 1 == len(messages):
+                chat = chat._replace(text=chat.text + ends.of(messages[turn]))
+            # A model does not sample the beginning of a message of the system
+            end += next((len(own) for own in (ends.answer, ends.call) if chat.text.startswith(own, end)), 0)
         spans.append((len(asked), end))
-    return text, spans
+    return chat, spans
 
 
 _ADVICE = (
@@ -204,27 +240,28 @@ def _after(text: str, other: str) -> str:
     return repr(text[same : same + 30])
 
 
-def _marked(
-    messages: Sequence[Mapping[str, Any]], turns: Sequence[int], tokenizer: Any, tools: _Tools
-) -> tuple[str, list[tuple[int, int]]]:
-    """The text, and where in it each turn begins and ends, by the template's own ``{% generation %}`` marks."""
+def _marked(messages: Sequence[Mapping[str, Any]], turns: Sequence[int], tokenizer: Any, tools: _Tools) -> _Turns:
+    """Find the turns by the template's own ``{% generation %}`` marks."""
     from transformers.utils.chat_template_utils import render_jinja_template
+
+    marked = mark_texts(as_taken(messages, tokenizer, tools), tools, tokenizer)
 
     def call() -> tuple[list[str], list[list[tuple[int, int]]]]:
         return cast(
             tuple[list[str], list[list[tuple[int, int]]]],
             render_jinja_template(
-                [[dict(message) for message in as_taken(messages, tokenizer, tools)]],
-                tools=None if tools is None else [dict(tool) for tool in tools],
-                chat_template=_template(tokenizer, tools),
+                [marked.messages],
+                tools=marked.tools,
+                chat_template=template_of(tokenizer, tools),
                 return_assistant_tokens_mask=True,
                 **tokenizer.special_tokens_map,
-                **_TODAY,
+                **TODAY,
             ),
         )
 
-    (text,), (found,) = _asked(call, messages)
-    ending = _ending(tokenizer, tools)
+    (text,), (found,) = run_template(call, messages)
+    chat, moved = unmark(text, marked, tokenizer)
+    ends = turn_ends(tokenizer, tools)
     before = len(templated(messages[: turns[0]], tokenizer, asking=True, tools=tools))
     untrained = []
     for turn in range(turns[0], len(messages)):
@@ -232,141 +269,33 @@ def _marked(
             asked = templated(messages[:turn], tokenizer, asking=True, tools=tools)
             untrained.append((len(asked), len(templated(messages[: turn + 1], tokenizer, tools=tools))))
     spans = []
-    for start, end in found:
+    for start, end in ((moved(start), moved(end)) for start, end in found):
         if any(low <= start < high for low, high in untrained):
             continue
-        close = text.rfind(ending, start, end) if ending else -1  # after the ending, the text is the template's
+        close = ends.find(chat.text[start:end], tokenizer) if ends.written else -1  # behind it is the template's text
         if start >= before and start < end:
-            spans.append((start, end if close < 0 else close + len(ending)))
+            spans.append((start, end if close < 0 else start + close))
     if not spans:
         raise DataError("the chat template marks nothing of the conversation with {% generation %} to be trained on")
-    return text, spans
+    return chat, spans
 
 
-def _apart(text: str, spans: Sequence[tuple[int, int]], tokenizer: Any) -> tuple[list[int], list[bool]]:
+def _apart(chat: ChatText, spans: Sequence[tuple[int, int]], tokenizer: Any) -> tuple[list[int], list[bool]]:
     """Encode the text up to the last span, so that no token reaches across the edge of a span; and the mask."""
     edges = [0, *(edge for span in spans for edge in span)]
-    pieces = [encode(text[start:end], tokenizer) for start, end in pairwise(edges)]
-    whole = encode(text[: edges[-1]], tokenizer)
+    pieces = [encode(chat.part(start, end), tokenizer) for start, end in pairwise(edges)]
+    whole = encode(chat.part(0, edges[-1]), tokenizer)
     if [token for piece in pieces for token in piece] != whole:
         # Either a token reaches across an edge (then it is cut, as sampling cuts it), or the tokenizer encodes the
         # beginning of a text differently (then the pieces are taken out of the whole).
-        heads = [encode(text[:edge], tokenizer) for edge in edges]
+        heads = [encode(chat.part(0, edge), tokenizer) for edge in edges]
         if all(whole[: len(head)] == head for head in heads):
             pieces = [whole[len(head) : len(longer)] for head, longer in pairwise(heads)]
     mask = [position % 2 == 1 for position, piece in enumerate(pieces) for _ in piece]
     return [token for piece in pieces for token in piece], mask
 
 
-def _ending(tokenizer: Any, tools: _Tools = None) -> str:
-    """The text that the chat template puts behind the assistant's, up to the token that ends the turn; or nothing."""
-    answer = "ANSWER"
-    chat = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": answer}]
-    text = templated(chat, tokenizer, tools=tools if isinstance(tokenizer.chat_template, Mapping) else None)
-    after = text[text.rfind(answer) + len(answer) :]
-    special = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
-    ends = [(at, at + len(token)) for token in special if (at := after.find(token)) >= 0]
-    return after[: min(ends, key=lambda each: (each[0], -each[1]))[1]] if ends else after.rstrip()
-
-
-def _end_of_sequence(tokenizer: Any) -> int:
+def _end_of_sequence(tokenizer: Any) -> list[int]:
     if tokenizer.eos_token_id is None:
         raise ModelError("the tokenizer has no end-of-sequence token to end responses with; set tokenizer.eos_token")
-    return int(tokenizer.eos_token_id)
-
-
-def encode(text: str, tokenizer: Any, max_tokens: int | None = None) -> list[int]:
-    """Return the token ids of a text alone; special tokens in it are single ids, and none are added.
-
-    Args:
-        text: any.
-        tokenizer: a transformers tokenizer.
-        max_tokens: how many ids are wanted; None: all. Encoding takes about a second a megabyte, so a longer text is
-            read only as far as these ids reach, and a little further, since the last ids of a part depend on its end.
-
-    Raises:
-        DataError: the text has a half of a surrogate pair.
-    """
-    if not text:
-        return []
-    size = len(text) if max_tokens is None else _CHARACTERS * max_tokens + _MARGIN
-    while True:
-        ids = _encoded(text[:size], tokenizer)
-        if max_tokens is None or size >= len(text):
-            return ids[:max_tokens]
-        if len(ids) >= max_tokens + _MARGIN:
-            return ids[:max_tokens]
-        size *= 4
-
-
-def _encoded(text: str, tokenizer: Any, **options: Any) -> list[int]:
-    try:
-        return list(tokenizer.encode(text, **{"add_special_tokens": False, **options}))
-    except (TypeError, UnicodeError):  # JSON can write halves of a character, which no encoding has
-        raise DataError(f"render: {shown(ascii(text))} has a half of a surrogate pair, which is no character") from None
-
-
-def _with_specials(text: str, tokenizer: Any, max_tokens: int | None) -> list[int]:
-    bare = encode(text, tokenizer, max_tokens)
-    # The tokens that come before a text depend on its beginning alone
-    head = text[:_HEAD]
-    short, full = encode(head, tokenizer), list(tokenizer.encode(head))
-    starts = (start for start in range(len(full) - len(short) + 1) if full[start : start + len(short)] == short)
-    before = full[: next(starts, 0)]
-    return (bare if bare[: len(before)] == before else before + bare)[:max_tokens]
-
-
-def _template(tokenizer: Any, tools: _Tools = None) -> str:
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise ModelError(
-            "render: the prompt is a chat, and the tokenizer has no chat template, which is usual for base models. "
-            "Give prompts as plain text (chat=False), take a model with a chat template, or set "
-            "tokenizer.chat_template"
-        )
-    return selected_template(tokenizer, tools)
-
-
-def templated(
-    messages: Sequence[Mapping[str, Any]],
-    tokenizer: Any,
-    *,
-    asking: bool = False,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-) -> str:
-    """The text of a chat, as the tokenizer's template writes it.
-
-    Args:
-        messages: at least one, each with a ``role``, and what else the template reads.
-        tokenizer: a transformers tokenizer.
-        asking: whether the text ends with the generation prompt.
-        tools: JSON schemas of functions, for the template.
-
-    Raises:
-        DataError: the template refuses the messages.
-        ModelError: the tokenizer has no chat template.
-    """
-    template = _template(tokenizer, tools)
-    taken: list[Any] = [dict(message) for message in as_taken(messages, tokenizer, tools)]
-
-    def call() -> str:
-        found: Any = tokenizer.apply_chat_template(
-            taken or [taken],  # transformers takes none only as one of several conversations
-            tools=None if tools is None else [dict(tool) for tool in tools],
-            chat_template=template,
-            add_generation_prompt=asking,
-            tokenize=False,
-            **_TODAY,
-        )
-        return str(found if taken else found[0])
-
-    return _asked(call, messages)
-
-
-def _asked[T](call: Callable[[], T], messages: Sequence[Mapping[str, Any]]) -> T:
-    from jinja2 import TemplateError
-
-    try:
-        return call()
-    except (TemplateError, TypeError) as error:
-        roles = ", ".join(message["role"] for message in messages)
-        raise DataError(f"render: the chat template refuses the messages of the roles {roles}: {error}") from error
+    return [int(tokenizer.eos_token_id)]

@@ -16,7 +16,7 @@ from nrl.backends.base import Chunks, Completion, Sampling
 from nrl.backends.engines import GIVEN_UP
 from nrl.backends.samplers import Sampler, Streams, capabilities
 from nrl.data import render
-from nrl.data.rendering import encode
+from nrl.data.encoding import encode
 from nrl.envs.contract import Turn
 from nrl.envs.endpoint.asked import Asked, as_request, cut, wrong_type
 from nrl.envs.endpoint.chat_completions import read
@@ -88,7 +88,7 @@ class Answers:
         of = self._sampler.tokenizer
         if isinstance(body, Mapping) and isinstance(body.get("prompt"), str):
             self._check([body["prompt"]])
-            tokens = self._fitting(encode(body["prompt"], of, self._sampler.context_length + 1))
+            tokens = self._fitting(encode(body["prompt"], of, self._sampler.context_length + 1, spelled=True))
         else:
             try:
                 asked = read(body)

@@ -15,9 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 from nrl.data.checks import fields, kind, shown
+from nrl.data.encoding import encode
 from nrl.data.forms import as_taken
 from nrl.data.messages import REASONING
-from nrl.data.rendering import encode, templated
+from nrl.data.templates import render_chat, templated
 from nrl.errors import DataError
 
 __all__ = ["FORKS", "Extension", "Fork", "Reason", "Sampled", "bridge", "continues", "extend", "in_common"]
@@ -170,7 +171,8 @@ def bridge(
     history, new = every[: len(history)], every[len(history) :]
     turn, last = list(turn), history[-1]
     before = templated(history[:-1], tokenizer, asking=True, tools=tools)
-    after = templated([*history, *new], tokenizer, asking=True, tools=tools)
+    chat = render_chat([*history, *new], tokenizer, asking=True, tools=tools)
+    after = chat.text
     if not after.startswith(before):
         return _fork(history, f"what it wrote as {_difference(before, after)}")
     tail = _tail(before, after, history, new, tokenizer, tools)
@@ -181,7 +183,7 @@ def bridge(
         said = tokenizer.decode(turn, skip_special_tokens=True)
         return _fork(history, f"message {len(history) - 1} as {_shown(own)}, which leaves out some of {_shown(said)}")
     special = _special(tokenizer)
-    ids = _encoded(tail, tokenizer, max_tokens)
+    ids = encode(chat.part(len(after) - len(tail)), tokenizer, max_tokens, continues=True)
     end = next((at for at, token in enumerate(ids) if token in special), len(ids))
     after_end = next((n for n, token in enumerate(reversed(turn), 1) if ids[end : end + 1] == [token]), 0)
     if after_end and turn[-after_end:] == ids[end : end + after_end]:
@@ -192,7 +194,7 @@ def bridge(
             return _fork(history, f"{tokenizer.decode(turn[-1:])!r}, the end of message {len(history) - 1}")
     said = tokenizer.decode(turn)
     if own.startswith(said) and any(last.get(name) for name in REASONING):  # the template closes it
-        return _encoded(own[len(said) :] + tail, tokenizer, max_tokens)
+        return encode(chat.part(len(before) + len(said)), tokenizer, max_tokens, continues=True)
     return ids
 
 
@@ -263,8 +265,8 @@ def extend(
             return Extension(turn.stop, appended, fork)
         fork = fork or appended
     every = as_taken(messages, tokenizer, tools)
-    text = templated(every, tokenizer, asking=True, tools=tools)
-    return Extension(0, encode(text, tokenizer, max_tokens), fork)
+    chat = render_chat(every, tokenizer, asking=True, tools=tools)
+    return Extension(0, encode(chat, tokenizer, max_tokens), fork)
 
 
 def _check(history: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> None:
@@ -377,12 +379,6 @@ def _texts(message: Mapping[str, Any]) -> Iterator[str]:
 def _squeezed(text: str) -> str:
     """A text without white space, in the composed form that some tokenizers make of it."""
     return "".join(unicodedata.normalize("NFC", text).split())
-
-
-def _encoded(tail: str, tokenizer: Any, max_tokens: int | None = None) -> list[int]:
-    """The ids of a text that follows others: some tokenizers put a space before the first word of a text."""
-    head, whole = encode("\n", tokenizer), encode("\n" + tail, tokenizer, max_tokens)
-    return whole[len(head) :] if whole[: len(head)] == head else encode(tail, tokenizer, max_tokens)
 
 
 def _special(tokenizer: Any) -> dict[int, str]:

@@ -7,9 +7,10 @@ from typing import Any
 import attrs
 
 from nrl.backends.base import Completion
+from nrl.data.encoding import encode
 from nrl.data.forms import Form, as_taken, form
 from nrl.data.messages import REASONING
-from nrl.data.rendering import encode, templated
+from nrl.data.templates import render_chat
 from nrl.envs.contract import Prompt, Request, Turn
 from nrl.envs.replies import Reply, opening_mark, split_reasoning
 from nrl.envs.return_values import read_observation
@@ -112,8 +113,8 @@ class Conversation:
             self._opened = self._opening(ids)
             return ids
         asking = as_taken(self._rows[-1].messages, self._tokenizer, self._schemas)
-        text = templated(asking, self._tokenizer, asking=True, tools=self._schemas)
-        ids = encode(text, self._tokenizer, self._max_tokens)
+        chat = render_chat(asking, self._tokenizer, asking=True, tools=self._schemas)
+        ids = encode(chat, self._tokenizer, self._max_tokens)
         self._opened = self._opening(ids)
         return ids
 
@@ -175,7 +176,8 @@ class Conversation:
         self.is_request, self.limits = False, NO_LIMITS
         row = self._rows[-1]
         if isinstance(observation, str):
-            return self._appended(rows, encode(observation, self._tokenizer, self._max_tokens))
+            ids = encode(observation, self._tokenizer, self._max_tokens, spelled=True, continues=True)
+            return self._appended(rows, ids)
         if isinstance(observation, Mapping):
             if "tools" in observation:
                 return self._goes_on(self._asked(observation), rows)

@@ -8,7 +8,7 @@ from typing import Any
 
 from nrl.backends.base import Sampling
 from nrl.backends.samplers import Sampler
-from nrl.data.rendering import encode
+from nrl.data.encoding import encode
 from nrl.errors import ArgumentError
 
 __all__ = ["check_answer_length", "least_tokens"]

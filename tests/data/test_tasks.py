@@ -293,7 +293,9 @@ def test_a_prompt_is_not_ended() -> None:
     a = CHARS.encode("a")[0]
     assert adding("<bos> $A <eos>").encode("a") == [1, a, 2]
     assert data.render("a", adding("<bos> $A <eos>")) == [1, a]
-    assert data.render("a<eos>", adding("$A <eos>")) == [a, 2]
+    with pytest.warns(UserWarning, match="spells the control token '<eos>', which is read as text"):
+        assert data.render("a<eos>", adding("$A <eos>")) == CHARS.encode("a<") + CHARS.encode("eos>")
+    assert data.render("a<eos>", data.parse_special(adding("$A <eos>"))) == [a, 2]
 
 
 def test_a_chat_goes_through_the_template() -> None:

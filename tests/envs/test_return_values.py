@@ -18,7 +18,7 @@ from nrl.backends import Completion
 from nrl.batch import Batch
 from nrl.batch.ragged import rows_of
 from nrl.data import tasks as task_stream
-from nrl.data.rendering import encode
+from nrl.data.encoding import encode
 from nrl.envs import Environment, Step, judged, limited, linear, of_group, score_of, single_turn
 from nrl.envs.composing import by_source
 from nrl.envs.return_values import read_observation, read_prompt, verdicts_of

@@ -12,7 +12,7 @@ import torch
 import nrl
 from nrl import tiny
 from nrl.backends import Completion, Sampling, hf
-from nrl.data.rendering import templated
+from nrl.data.templates import templated
 from nrl.envs import Environment, Step, Trace, Turn, judged, of_group
 from nrl.envs.gym.records import trace_of, transcript
 from nrl.envs.tools import NewState, State, ToolCall, ToolError, tool, tool_format, tool_use

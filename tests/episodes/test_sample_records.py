@@ -13,7 +13,7 @@ import nrl
 from nrl import tiny
 from nrl.algos import advantages
 from nrl.data import render
-from nrl.data.rendering import templated
+from nrl.data.templates import templated
 from nrl.envs import Environment, Step, Trace, judged
 from nrl.envs.tools import tool, tool_use
 from nrl.episodes import rollout
