@@ -28,7 +28,7 @@ class Config:
 
 @pytest.fixture(autouse=True)
 def _variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("HOME", "/h/me")
     monkeypatch.setenv("DATA", "/data")
     monkeypatch.setenv("STEPS", "7")
     monkeypatch.delenv("UNSET", raising=False)
@@ -37,20 +37,20 @@ def _variables(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
-        (["out=~/run"], Config(out="/home/me/run")),
+        (["out=~/run"], Config(out="/h/me/run")),
         (["out=~"], Config(out=None)),
         (["out=${oc.env:DATA}/run"], Config(out="/data/run")),
         (["out=${oc.env:UNSET,runs}/a"], Config(out="runs/a")),
-        (["out=${oc.env:UNSET,~/runs}/a"], Config(out="/home/me/runs/a")),
+        (["out=${oc.env:UNSET,~/runs}/a"], Config(out="/h/me/runs/a")),
         (["steps=${oc.env:STEPS}"], Config(steps=7)),
         (["steps=${oc.env:UNSET, 9}"], Config(steps=9)),
-        (["inner.folder=~/deep"], Config(inner=Inner(folder=Path("/home/me/deep")))),
-        (["inner.texts=[~/a, b, '${oc.env:DATA}']"], Config(inner=Inner(texts=("/home/me/a", "b", "/data")))),
+        (["inner.folder=~/deep"], Config(inner=Inner(folder=Path("/h/me/deep")))),
+        (["inner.texts=[~/a, b, '${oc.env:DATA}']"], Config(inner=Inner(texts=("/h/me/a", "b", "/data")))),
         (["data={number: ~/a.jsonl, exact: {source: '${oc.env:DATA}/b'}}"],
-         Config(data={"number": "/home/me/a.jsonl", "exact": {"source": "/data/b"}})),
-        (["data.number=~/a.jsonl"], Config(data={"number": "/home/me/a.jsonl"})),
+         Config(data={"number": "/h/me/a.jsonl", "exact": {"source": "/data/b"}})),
+        (["data.number=~/a.jsonl"], Config(data={"number": "/h/me/a.jsonl"})),
         (["out=runs/~/a"], Config(out="runs/~/a")),
-        (["out=~/a b"], Config(out="/home/me/a b")),
+        (["out=~/a b"], Config(out="/h/me/a b")),
         (["data=https://x.example/~me/a"], Config(data="https://x.example/~me/a")),
         (["data=a $DATA ${b} costs ~ 3"], Config(data="a $DATA ${b} costs ~ 3")),
     ],
