@@ -245,13 +245,14 @@ def _marked(messages: Sequence[Mapping[str, Any]], turns: Sequence[int], tokeniz
     from transformers.utils.chat_template_utils import render_jinja_template
 
     marked = mark_texts(as_taken(messages, tokenizer, tools), tools, tokenizer)
+    marked_tools: Any = marked.tools
 
     def call() -> tuple[list[str], list[list[tuple[int, int]]]]:
         return cast(
             tuple[list[str], list[list[tuple[int, int]]]],
             render_jinja_template(
                 [marked.messages],
-                tools=marked.tools,
+                tools=marked_tools,
                 chat_template=template_of(tokenizer, tools),
                 return_assistant_tokens_mask=True,
                 **tokenizer.special_tokens_map,

@@ -56,8 +56,9 @@ def render_chat(
     marked = mark_texts(as_taken(messages, tokenizer, tools), tools, tokenizer)
 
     def call() -> str:
+        chat: Any = marked.messages or [[]]  # transformers takes none only as one of several conversations
         found: Any = tokenizer.apply_chat_template(
-            marked.messages or [marked.messages],  # transformers takes none only as one of several conversations
+            chat,
             tools=marked.tools,
             chat_template=template,
             add_generation_prompt=asking,

@@ -15,7 +15,7 @@ from nrl.envs.replies import split_reasoning
 from nrl.errors import ArgumentError, EnvError
 from nrl.runtime.threads import beside
 
-__all__ = ["RUBRIC", "judge"]
+__all__ = ["RUBRIC", "judge", "read_score"]
 
 RUBRIC = "You judge answers to questions. A good answer is correct, complete, and no longer than the question needs."
 """What the judge is told by default."""
@@ -133,7 +133,7 @@ def judge(
                 f"judge: {server.url}/chat/completions gives no reply; look whether that is an OpenAI-compatible "
                 f"server. It says: {excerpt(answer)}"
             ) from None
-        score = None if ended == "length" else _score(str(reply), low, high)  # "SCORE: 1" may have been to be 10
+        score = None if ended == "length" else read_score(str(reply), low, high)  # "SCORE: 1" may have been to be 10
         if score is None:
             cut = "was cut off at max_tokens" if ended == "length" else "has no score in its last line"
             return FailedScore.of(EnvError(f"judge: the reply of {model} {cut}; it ends with {reply[-100:]!r}"))
@@ -160,11 +160,19 @@ def _asked(task: Task, trace: Trace, rubric: str, low: float, high: float) -> li
     ]
 
 
-def _score(reply: str, low: float, high: float) -> float | None:
+def read_score(reply: str, low: float, high: float) -> float | None:
     """Read the score that a reply ends with; None: it has none in the range, or one out of another best.
 
     The reply, or the fenced block at its end, ends with an object of JSON that has a ``"score"``, or with a line that
     is a score: ``SCORE: 8``, ``8/10``, or a sentence with a single "8 out of 10". A number alone counts if it is all.
+
+    Args:
+        reply: of the judge; its own reasoning is left out.
+        low: the worst score.
+        high: the best.
+
+    >>> read_score("Right, but long.\\nSCORE: 8", 0, 10), read_score('{"score": 8}', 0, 10), read_score("Fine.", 0, 10)
+    (8.0, 8.0, None)
     """
     reply = split_reasoning(reply).answer.strip()
     if fenced := _FENCED.search(reply):

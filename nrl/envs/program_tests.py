@@ -3,7 +3,8 @@
 import ast
 import decimal
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nrl.envs.contract import Task, text_of
@@ -11,7 +12,17 @@ from nrl.envs.inside.assertions import unbound
 from nrl.envs.program_blocks import acts, parsed, program_of
 from nrl.errors import EnvError
 
-__all__ = ["Test", "fault_of_names", "fault_of_text", "names_of", "read_tests", "same_lines", "shown", "solutions_of"]
+__all__ = [
+    "Test",
+    "fault_of_imports",
+    "fault_of_names",
+    "fault_of_text",
+    "names_of",
+    "read_tests",
+    "same_lines",
+    "shown",
+    "solutions_of",
+]
 
 _SHOWN = 200  # characters of a test in a message
 _SOLUTIONS = 4  # of a task that are tried, at most
@@ -103,6 +114,18 @@ def fault_of_names(test: str, task: Task, program: str = "") -> str:
     for name in sorted((compared & unbound(tree)) - called):
         if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", f"{prompt}\n{program}"):
             return f"it compares with {name}, which neither it defines nor the prompt asks for"
+    return ""
+
+
+def fault_of_imports(test: str, has_module: Callable[[str], bool]) -> str:
+    """Which module a test imports that the sandbox does not have; empty: none."""
+    for node in ast.walk(parsed(test) or ast.Module([], [])):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module]
+        for name in {name.partition(".")[0] for name in names} - sys.stdlib_module_names:
+            if not has_module(name):
+                return f"it imports {name}, which the sandbox does not have"
     return ""
 
 

@@ -1,5 +1,6 @@
 """`code`: a verifier that runs the program of an answer against a task's tests, in a sandbox."""
 
+import functools
 import hashlib
 import json
 import os
@@ -16,6 +17,7 @@ from nrl.envs.contract import Score, Task, Trace, Verifier
 from nrl.envs.program_blocks import program_of
 from nrl.envs.program_tests import (
     Test,
+    fault_of_imports,
     fault_of_names,
     fault_of_text,
     names_of,
@@ -112,12 +114,20 @@ def code(
             faults[key] = named and f"{named} the task's own solution; mend the test or the solution, or leave it out"
         return faults[key]
 
+    @functools.cache
+    def has_module(name: str) -> bool:
+        """Whether the sandbox's Python finds a module."""
+        program = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({name!r}) is None)"
+        return where(["python", "-c", program], b"", {}, most).code == 0
+
     def check_task(task: Task) -> str | None:
         """Return why no program can pass the task's tests, or None."""
         try:
             tests = read_tests(task)
             for number, test in enumerate(tests):
-                check_test(number, test, fault_of_names(test, task) if isinstance(test, str) else "")
+                if isinstance(test, str):
+                    missing = fault_of_imports(test, has_module)
+                    check_test(number, test, missing or fault_of_names(test, task))
             unmet = fault_of_solution(task, tests)
             return f"code: {unmet}" if unmet else None
         except EnvError as error:

@@ -326,11 +326,13 @@ _DENIED = re.compile(
 def _stated(text: str) -> Iterator[Fraction | None]:
     """The number of the last statement of an answer that has one and nothing else than a unit."""
     *_, stated = [None, *_STATED.finditer(text)]
-    if stated is None or not _HAS_NUMBER.search(stated[0]) or _TAKEN_BACK.search(text, stated.end()):
+    if stated is None or not _HAS_NUMBER.search(stated[0]):
         return
-    part = next(group for group in stated.groups() if group is not None)
+    part = stated[stated.lastgroup or 0]
     if stated["rest"] is not None:
         part = _SENTENCE_END.split(part, maxsplit=1)[0]
+    if _TAKEN_BACK.search(text, stated.start(stated.lastgroup or 0) + len(part)):
+        return
     plain = _without_markup(part)
     found = list(itertools.islice(_affirmed(plain), 2))
     if len(found) != 1 or (value := _value(found[0])) is None:
