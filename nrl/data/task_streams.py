@@ -16,7 +16,7 @@ from nrl.data.completeness import losses
 from nrl.data.formats import Format
 from nrl.data.prompts import tasks_of_row
 from nrl.data.rendering import render
-from nrl.data.sources import read
+from nrl.data.sources import is_glob, read
 from nrl.envs import arithmetic, reversal
 from nrl.envs.contract import Task
 from nrl.envs.seeds import check_not_negative
@@ -58,7 +58,7 @@ class Tasks(NamedTuple):
 
 @checked("data.tasks")
 def tasks(
-    source: str | Path | Sequence[Task] | Callable[[int, int], Task],
+    source: str | Path | Sequence[Task] | Sequence[str | Path] | Callable[[int, int], Task],
     *,
     seed: int = 0,
     format: str | Format | None = None,
@@ -75,11 +75,12 @@ def tasks(
     prints how many, and keeps their number in ``dropped``.
 
     Args:
-        source: a file (JSON Lines, Parquet, CSV), a folder, a dataset of the Hugging Face hub such as
-            ``"openai/gsm8k/main:train"``, or mappings. Or tasks that are generated: by a pure function from the seed
-            and a number from 0 on, or by ``"arithmetic"`` or ``"reversal"``, the functions of `nrl.envs.arithmetic` and
-            `nrl.envs.reversal`. Their prompts stay as they are. An attribute ``many`` of the function is called with
-            several numbers in place of it, as where each task would be a request.
+        source: a file (JSON Lines, a JSON array, Parquet, CSV), a pattern such as ``"data/*.jsonl"``, a folder, a
+            dataset of the Hugging Face hub such as ``"openai/gsm8k/main:train"``, a list of these, or mappings. Or
+            tasks that are generated: by a pure function from the seed and a number from 0 on, or by ``"arithmetic"``
+            or ``"reversal"``, the functions of `nrl.envs.arithmetic` and `nrl.envs.reversal`. Their prompts stay as
+            they are. An attribute ``many`` of the function is called with several numbers in place of it, as where each
+            task would be a request.
         seed: of the order; of the tasks themselves, where they are generated.
         format: see `rows`.
         template: see `rows`.
@@ -128,7 +129,7 @@ def tasks(
             return list(made)
 
         return Tasks(*derived(numbers, generated)[:3], (name,), None, {})  # all short
-    if isinstance(source, str) and ":" not in source and not exists(Path(source)):
+    if isinstance(source, str) and ":" not in source and not exists(Path(source)) and not is_glob(source):
         raise DataError(
             f"tasks: '{shown(source, 300)}' is neither a file (looked in {Path.cwd()}) nor one of the generated "
             f"sources: {', '.join(sorted(GENERATED))}; a dataset of the Hugging Face hub is named with its split, "
@@ -137,7 +138,7 @@ def tasks(
     assert not callable(source)
     with waiting(f"data: reading {shown(str(source), 300)}" if isinstance(source, str | Path) else "data: reading"):
         table = read(source)
-    made = tasks_of_row(format, template, chat, filled=table.filled)
+    made = tasks_of_row(format, template, chat)
     length = _length(tokenizer, collate, max_tokens)
     kept = array("q")  # of each task: its row, and its number among the tasks of the row
     total = unused = long = 0
@@ -147,7 +148,7 @@ def tasks(
             if time.monotonic() - last > _QUIET:
                 last = time.monotonic()
                 print(f"data: {index} of {len(table.rows)} rows of {table.name} have been read", flush=True)  # noqa: T201
-            found = made(row, table.place(index))
+            found = made(row, table.place(index), table.filled(index))
             unused += not found
             for number, task in enumerate(found):
                 total += 1
@@ -174,7 +175,7 @@ def tasks(
     def at(position: int) -> Task:
         epoch, within = divmod(position, len(which))
         index, number = map(int, order(epoch)[within])
-        return made(table.rows[index], table.place(index))[number]
+        return made(table.rows[index], table.place(index), table.filled(index))[number]
 
     dropped = {"format": unused} if format is not None else {}
     dropped |= {"max_tokens": long} if max_tokens is not None else {}
