@@ -117,4 +117,4 @@ def _table(source: str, found: Any, split: str) -> Table:
         raise DataError(f"tasks: {source} is a {type(found).__name__}, not a datasets.Dataset")
     if not len(found):
         raise DataError(f"tasks: {source} has no rows")
-    return Table(source, found, lambda index: f"{source}, row {index}", filled=True)
+    return Table(source, found, lambda index: f"{source}, row {index}", lambda index: True)

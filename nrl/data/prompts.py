@@ -29,7 +29,7 @@ PROMPT_KEYS = ("prompt", "messages", "question", "problem")
 
 
 def rows(
-    source: str | Path | Sequence[Task],
+    source: str | Path | Sequence[Task] | Sequence[str | Path],
     *,
     format: str | Format | None = None,
     template: str | None = None,
@@ -44,9 +44,11 @@ def rows(
     base models and tokenizers without a chat template need it.
 
     Args:
-        source: a file (JSON Lines, Parquet, CSV), a folder, a dataset of the Hugging Face hub such as
-            ``"openai/gsm8k/main:train"``, or mappings; see `nrl.data.sources.read`.
-        format: first makes of each row a row, several or none: a function, or its name in `FORMATS`.
+        source: a file (JSON Lines, a JSON array, Parquet, CSV), a pattern such as ``"data/*.jsonl"``, a folder, a
+            dataset of the Hugging Face hub such as ``"openai/gsm8k/main:train"``, a list of these, or mappings; see
+            `nrl.data.sources.read`.
+        format: first makes of each row a row, several or none: a function, or its name in `FORMATS`, or several names
+            with ``+`` between, such as ``"sharegpt+turns"``.
         template: makes the text of the prompt from the fields of the row instead, as `str.format` does:
             ``"Q: {question}\\nA:"``. A brace that stands for itself is doubled.
         chat: whether a text becomes a chat.
@@ -64,8 +66,10 @@ def rows(
     'Q: 1+1='
     """
     table = read(source)
-    made = tasks_of_row(format, template, chat, filled=table.filled)
-    found = [task for index, row in enumerate(table.rows) for task in made(row, table.place(index))]
+    made = tasks_of_row(format, template, chat)
+    found = [
+        task for index, row in enumerate(table.rows) for task in made(row, table.place(index), table.filled(index))
+    ]
     if not found:
         kept = " that the format keeps" if format else ""
         raise DataError(f"tasks: {table.name} has no rows{kept}; give at least one")
@@ -73,22 +77,18 @@ def rows(
 
 
 def tasks_of_row(
-    format: str | Format | None, template: str | None, chat: bool, *, filled: bool = False
-) -> Callable[[Any, str], list[Task]]:
-    """Make the function from a row, and where it stands, to its tasks; see `rows`.
+    format: str | Format | None, template: str | None, chat: bool
+) -> Callable[[Any, str, bool], list[Task]]:
+    """Make the function from a row to its tasks; see `rows`.
 
-    Args:
-        format: see `rows`.
-        template: see `rows`.
-        chat: see `rows`.
-        filled: whether nulls may stand for fields that a row does not have; see `nrl.data.messages`.
+    Its arguments are the row, where it stands, and whether its nulls may be filler; see `nrl.data.readers.Table`.
 
     Raises:
         DataError: there is no format of this name.
     """
     function = format_of(format) if isinstance(format, str) else format
 
-    def made(row: Any, place: str) -> list[Task]:
+    def made(row: Any, place: str, filled: bool) -> list[Task]:
         if not isinstance(row, Mapping):
             raise DataError(f"tasks: {place} is {kind(row)}; give a mapping, such as {{'prompt': '...'}}")
         if function is None:

@@ -1,4 +1,4 @@
-"""Files as rows: JSON Lines, CSV and Parquet.
+"""Files as rows: JSON Lines, JSON arrays, CSV and Parquet; texts may be compressed by gzip or Zstandard.
 
 Every fault of a file is a `DataError` that names the file, the line or row, and the fault.
 """
@@ -6,7 +6,7 @@ Every fault of a file is a `DataError` that names the file, the line or row, and
 import csv
 import io
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -25,29 +25,59 @@ class Table(NamedTuple):
         name: of the source.
         rows: by index from 0.
         place: from an index to the words that errors name the row by.
-        filled: whether all rows have the fields of any row, as in Arrow; null is in those that a row did not have.
+        filled: from an index to whether null may stand for a field that the row does not have, as in Arrow, where all
+            rows have the fields of any row.
     """
 
     name: str
     rows: Sequence[Any]
     place: Callable[[int], str]
-    filled: bool = False
+    filled: Callable[[int], bool] = lambda index: False
 
 
 def read_file(path: Path) -> Table:
-    """Open a file as a table: ``.parquet``, ``.csv`` or ``.tsv`` by its ending, anything else as JSON Lines.
+    """Open a file as a table: ``.parquet``, ``.csv``, ``.tsv`` or ``.json`` by its ending, anything else as JSON Lines.
+
+    The ending stands before ``.gz`` or ``.zst``. A ``.json`` file that begins with ``[`` is an array of objects.
 
     Raises:
         DataError: there is none, or it cannot be read.
     """
-    match path.suffix.lower():
+    inner = path.with_suffix("") if path.suffix.lower() in _COMPRESSIONS else path
+    match inner.suffix.lower():
         case ".parquet":
             return read_parquet(path)
         case ".csv":
             return _listed(path, _separated(path, ","))
         case ".tsv":
             return _listed(path, _separated(path, "\t"))
+        case ".json":
+            content = _content(path, "read_json", "of a JSON array, or of one JSON object a line")
+            if content.lstrip()[:1] == b"[":
+                return _array(path, content)
     return _listed(path, _lines(path))
+
+
+_COMPRESSIONS: Mapping[str, str] = {".gz": "gzip", ".zst": "zstd"}
+"""How a file is compressed, by the ending of its name."""
+
+
+def _array(path: Path, content: bytes) -> Table:
+    """Read a JSON array, whose rows errors name by their number."""
+    try:
+        rows = json.loads(content.decode())
+    except UnicodeDecodeError as error:
+        found = f"invalid UTF-8 (byte {content[error.start]:#04x} at position {error.start}); save the file as UTF-8"
+        raise DataError(f"read_json: {path}: {found}") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"read_json: {path}: invalid JSON ({error}); it must be one array of objects") from None
+    if not rows:
+        raise DataError(f"read_json: {path} has no rows; it must be an array of objects")
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict):
+            found = f"{kind(row)}, not an object: {shown(repr(row))}"
+            raise DataError(f"read_json: {path}, entry {number}: {found}; it must be an array of objects")
+    return Table(str(path), rows, lambda index: f"{path}, entry {index}")
 
 
 def _listed(path: Path, found: Sequence[tuple[int, Task]]) -> Table:
@@ -94,13 +124,32 @@ def _content(path: str | Path, reader: str, holding: str, most: int = -1) -> byt
         if Path(path).is_dir():
             raise DataError(f"{reader}: {path} is a folder; give a file, {holding}")
         with Path(path).open("rb") as file:
-            content = file.read(most)
+            content = file.read(most) if most >= 0 else _decompressed(file.read(), Path(path))
+    except _Damaged as error:
+        raise DataError(f"{reader}: {path} cannot be decompressed ({error}); copy it again") from None
     except FileNotFoundError:
         raise DataError(f"{reader}: there is no file {path} (looked in {Path.cwd()})") from None
     except (OSError, ValueError) as error:
         found = getattr(error, "strerror", None) or error
         raise DataError(f"{reader}: {path} cannot be read: {found}") from error
     return content.removeprefix(b"\xef\xbb\xbf")  # some editors begin a file with a byte-order mark
+
+
+class _Damaged(Exception):
+    """A compressed file that cannot be read to its end."""
+
+
+def _decompressed(content: bytes, path: Path) -> bytes:
+    method = _COMPRESSIONS.get(path.suffix.lower())
+    if method is None:
+        return content
+    import pyarrow as pa
+
+    try:  # this reads several compressed parts behind each other, too
+        with pa.input_stream(pa.BufferReader(content), compression=method) as stream:
+            return bytes(stream.read())
+    except (OSError, pa.ArrowException) as error:
+        raise _Damaged(shown(str(error))) from None
 
 
 def _object(line: bytes, place: str) -> dict[str, Any]:
@@ -249,4 +298,4 @@ def read_parquet(path: str | Path) -> Table:
         raise DataError(f"read_parquet: {path} has two columns of the name {shown(repr(twice[0]))}; rename one")
     if not table.num_rows:
         raise DataError(f"read_parquet: {path} has no rows")
-    return Table(str(path), _ArrowRows(table, path), lambda index: f"{path}, row {index}", filled=True)
+    return Table(str(path), _ArrowRows(table, path), lambda index: f"{path}, row {index}", lambda index: True)

@@ -17,7 +17,7 @@ from nrl.data.fingerprints import Fingerprint, RowHash, check_same_rows, fingerp
 from nrl.data.formats import Format
 from nrl.data.prompts import tasks_of_row
 from nrl.data.rendering import render
-from nrl.data.sources import read
+from nrl.data.sources import is_glob, read
 from nrl.envs import arithmetic, reversal
 from nrl.envs.contract import Task
 from nrl.envs.references import TaskCheck, faults_of, report
@@ -65,7 +65,7 @@ class Tasks(NamedTuple):
 
 @checked("data.tasks")
 def tasks(
-    source: str | Path | Sequence[Task] | Callable[[int, int], Task],
+    source: str | Path | Sequence[Task] | Sequence[str | Path] | Callable[[int, int], Task],
     *,
     seed: int = 0,
     format: str | Format | None = None,
@@ -84,12 +84,13 @@ def tasks(
     prints how many, and keeps their number in ``dropped``.
 
     Args:
-        source: a file (JSON Lines, Parquet, CSV), a folder, a dataset of the Hugging Face hub such as
-            ``"openai/gsm8k/main:train"``, or mappings. Or tasks that are generated: by a pure function from the seed
-            and a number from 0 on, or by ``"arithmetic"`` or ``"reversal"``, the functions of `nrl.envs.arithmetic` and
-            `nrl.envs.reversal`. Their prompts stay as they are. An attribute ``many`` of the function is called with
-            several numbers in place of it, as where each task would be a request. An attribute ``all_rows`` gives the
-            rows of which its tasks are all, in an order of each epoch; without it they have no end.
+        source: a file (JSON Lines, a JSON array, Parquet, CSV), a pattern such as ``"data/*.jsonl"``, a folder, a
+            dataset of the Hugging Face hub such as ``"openai/gsm8k/main:train"``, a list of these, or mappings. Or
+            tasks that are generated: by a pure function from the seed and a number from 0 on, or by ``"arithmetic"``
+            or ``"reversal"``, the functions of `nrl.envs.arithmetic` and `nrl.envs.reversal`. Their prompts stay as
+            they are. An attribute ``many`` of the function is called with several numbers in place of it, as where each
+            task would be a request. An attribute ``all_rows`` gives the rows of which its tasks are all, in an order of
+            each epoch; without it they have no end.
         seed: of the order; of the tasks themselves, where they are generated.
         format: see `rows`.
         template: see `rows`.
@@ -152,7 +153,7 @@ def tasks(
         if check is not None and all_rows is not None:
             size = len(all_rows) - len(faults_of(check, all_rows))
         return Tasks(*_with_fingerprint(derived(numbers, take), name, fingerprint), (name,), size, faulty, (size,))
-    if isinstance(source, str) and ":" not in source and not exists(Path(source)):
+    if isinstance(source, str) and ":" not in source and not exists(Path(source)) and not is_glob(source):
         raise DataError(
             f"tasks: '{shown(source, 300)}' is neither a file (looked in {Path.cwd()}) nor one of the generated "
             f"sources: {', '.join(sorted(GENERATED))}; a dataset of the Hugging Face hub is named with its split, "
@@ -161,7 +162,7 @@ def tasks(
     assert not callable(source)
     with waiting(f"data: reading {shown(str(source), 300)}" if isinstance(source, str | Path) else "data: reading"):
         table = read(source)
-    made = tasks_of_row(format, template, chat, filled=table.filled)
+    made = tasks_of_row(format, template, chat)
     length = _length(tokenizer, collate, max_tokens)
     kept = array("q")  # of each task: its row, and its number among the tasks of the row
     total = unused = long = beyond = 0
@@ -173,7 +174,7 @@ def tasks(
             if time.monotonic() - last > _QUIET:
                 last = time.monotonic()
                 print(f"data: {index} of {len(table.rows)} rows of {table.name} have been read", flush=True)  # noqa: T201
-            found = made(row, table.place(index))
+            found = made(row, table.place(index), table.filled(index))
             row_hash.add(row)
             unused += not found
             for number, task in enumerate(found):
@@ -204,7 +205,10 @@ def tasks(
         that = " that the format keeps" if unused else ""
         raise DataError(f"tasks: {table.name} has no rows{that}; give at least one")
     faults = _leave_out(
-        kept, check, table.name, lambda index: (made(table.rows[index], table.place(index)), table.place(index))
+        kept,
+        check,
+        table.name,
+        lambda index: (made(table.rows[index], table.place(index), table.filled(index)), table.place(index)),
     )
     which = np.frombuffer(kept, dtype=np.int64).reshape(-1, 2)
 
@@ -215,7 +219,7 @@ def tasks(
     def at(position: int) -> Task:
         epoch, within = divmod(position, len(which))
         index, number = map(int, order(epoch)[within])
-        return made(table.rows[index], table.place(index))[number]
+        return made(table.rows[index], table.place(index), table.filled(index))[number]
 
     dropped = {"format": unused} if format is not None else {}
     dropped |= {"max_tokens": long} if max_tokens is not None else {}
