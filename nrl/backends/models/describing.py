@@ -29,21 +29,14 @@ def description(model: Model) -> dict[str, bytes] | ModelError:
     >>> "config.json" in files, "tokenizer.json" in files, "model.safetensors" in files
     (True, True, False)
     """
-    tokenizer = None
     try:
-        module = skeleton(model)
-        try:
-            tokenizer = load_tokenizer(model)
-        except ModelError:
-            if model.tokenizer is not None:
-                raise
+        module, tokenizer = skeleton(model), _load_own_tokenizer(model)
     except ModelError as error:
         return error
     with TemporaryDirectory() as folder:
         try:
             save_model(module, folder, {})
-            if tokenizer is not None:
-                save_beside(model, Path(folder), tokenizer)
+            save_beside(model, Path(folder), tokenizer)
         except Exception as error:  # transformers raises all kinds
             raise ModelError(
                 f"export: the model {called(model)} is loaded, but its files cannot be written, so its training would "
@@ -63,8 +56,7 @@ def save_beside(model: Model, folder: Path, tokenizer: Any = None) -> None:
         folder: where it is.
         tokenizer: of the model; None: it is loaded, if there is one.
     """
-    if tokenizer is None and (model.tokenizer is not None or isinstance(model.source, str)):
-        tokenizer = load_tokenizer(model)
+    tokenizer = _load_own_tokenizer(model) if tokenizer is None else tokenizer
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     if isinstance(model.source, str) and (folder / GENERATION).exists():
@@ -73,3 +65,13 @@ def save_beside(model: Model, folder: Path, tokenizer: Any = None) -> None:
         source = cached_file(locate_source(model.source), GENERATION, _raise_exceptions_for_missing_entries=False)
         if source is not None:
             (folder / GENERATION).write_bytes(Path(source).read_bytes())
+
+
+def _load_own_tokenizer(model: Model) -> Any:
+    """Load the tokenizer of a model; None: it has none, which is an error only where one is named."""
+    try:
+        return load_tokenizer(model)
+    except ModelError:
+        if model.tokenizer is not None:
+            raise
+        return None

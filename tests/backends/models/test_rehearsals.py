@@ -80,6 +80,18 @@ def test_a_run_and_its_checkpoint_export_a_contradictory_generation_config(tmp_p
         transformers.AutoModelForCausalLM.from_pretrained(written)
 
 
+def test_a_model_without_a_tokenizer_is_exported_without_one(tmp_path: Path) -> None:
+    source = folder(tmp_path, generation_config=CONTRADICTORY[0])
+    for file in source.glob("tokenizer*"):
+        file.unlink()
+    with nrl.cluster("local") as cluster:
+        trainer = fsdp.trainer(cluster.reserve(1), Model(str(source)), nrl.adamw(lr=1e-2))
+        trainer.check_export()
+        trainer.export(trainer.load(), tmp_path / "own")
+    assert not list((tmp_path / "own").glob("tokenizer*"))
+    assert (tmp_path / "own" / "generation_config.json").read_text() == json.dumps(CONTRADICTORY[0], indent=1)
+
+
 def test_a_checkpoint_carries_the_code_of_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = model_with_code(tmp_path, monkeypatch)
     trained(tmp_path, Model(str(source), trust_remote_code=True))
