@@ -119,13 +119,15 @@ def _number(node: Node, at: Mapping[str, Any], of_angle: bool) -> Any:
     of_angle = of_angle or node.kind in ("sin", "cos", "tan", "cot", "sec", "csc")
     values = [_number(part, at, of_angle) for part in node.parts]
     first, last = values[0], values[-1]
+    if node.kind != "-" and any(mpmath.isinf(value) for value in values):
+        raise NoValueError("a calculation with infinity")
     match node.kind:
         case "+" | "mixed":
-            return mpmath.fsum(values) if all(mpmath.isfinite(value) for value in values) else sum(values)
+            return mpmath.fsum(values)
         case "-":
             return -first
         case "*":
-            return mpmath.fprod(values) if all(mpmath.isfinite(value) for value in values) else math.prod(values)
+            return mpmath.fprod(values)
         case "/":
             return first / last
         case "%":

@@ -32,6 +32,7 @@ class Node(NamedTuple):
 def symbols_in(node: Node) -> set[str]:
     """Return the names of the variables of an expression.
 
+    >>> from nrl.envs.mathematics.expressions import parse
     >>> sorted(symbols_in(parse("x + y_1 + pi")))
     ['x', 'y_1']
     """
@@ -55,6 +56,7 @@ _PLAIN = frozenset(("number", "symbol", "constant", "+", "-", "*", "/", "^", "ro
 def functions_in(node: Node) -> set[str]:
     """Return the functions of an expression; those of a family count as one.
 
+    >>> from nrl.envs.mathematics.expressions import parse
     >>> functions_in(parse("sin(x)/cos(x) + sqrt(2)"))
     {'trigonometric'}
     """
@@ -65,6 +67,7 @@ def functions_in(node: Node) -> set[str]:
 def operations(node: Node) -> int:
     """Return how many operations an expression has.
 
+    >>> from nrl.envs.mathematics.expressions import parse
     >>> operations(parse("1+1+1")), operations(parse("2"))
     (2, 0)
     """

@@ -21,7 +21,9 @@ _BASES |= {"eleven": 11, "twelve": 12, "sixteen": 16}
 _CHOICE = re.compile(
     r"(?:(?:option|choice|answer)[ :]*)?(?:\(([A-J])\)|([A-J])\)|([A-J])[.:](?=.)|([A-J]))", re.IGNORECASE
 )
-_CHOICE_AND_MORE = re.compile(r"(?:\(([A-J])\)|([A-J])[).:]) *\S.*")
+_CHOICE_AND_MORE = re.compile(  # The text of the option, but no second answer
+    r"(?:\(([A-J])\)|([A-J])[).:]) *(?![,;+!^=)\s-])(?!.*(?:[,;=]|(?<![A-Za-z])(?:or|and|not)(?![A-Za-z])|\([A-J]\))).+"
+)
 _MATH_WORDS = re.compile(
     r"(?:sqrt|cbrt|(?:arc|a)?(?:sin|cos|tan|cot|sec|csc)h?|log|ln|lg|exp|pi|Pi|inf(?:inity)?|oo|infty|max|min|abs|Abs|gcd|lcm"
     r"|floor|ceil|ceiling|factorial|binom|binomial|or|and|frac|alpha|beta|gamma|delta|theta|lambda|mu|phi|omega|rho|sigma)"

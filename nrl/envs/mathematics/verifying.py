@@ -83,48 +83,56 @@ def math_verifier(
     outcomes: dict[tuple[str, str], Outcome] = {}
     faults: dict[str, str] = {}
 
-    async def fault_of(reference: str) -> str:
-        """Return why a reference cannot be used; empty: it can, or the machine had no time to find out."""
+    async def fault_of(reference: str) -> str | None:
+        """Return why a reference cannot be used; empty: it can; None: the machine had no time to find out."""
+        if plain_number(reference) is not None:
+            return ""
         if (known := faults.get(reference)) is not None:
             return known
         outcome, why = await ask(reference, (None, timeout))
-        if outcome != "starved":
-            _keep(faults, reference, why)
+        if outcome == "starved":
+            return None
+        _keep(faults, reference, str(why))
         return str(why)
 
     async def check_task(task: Task) -> str | None:
         right = answer_of("math_verifier", task)
         reference = _reference(right)
-        if reference is not None and plain_number(reference) is not None:
-            return None
         why = _empty(right) if reference is None else await fault_of(reference)
         return _fault(right, why) if why else None
 
-    @extracts(final_answer)
-    async def equal(task: Task, trace: Trace) -> Score:
-        right = answer_of("math_verifier", task)
-        reference, why = _reference(right), ""
-        plain = reference is not None and plain_number(reference) is not None
-        if reference is None or (not plain and (why := await fault_of(reference))):
-            raise EnvError(f"math_verifier: {_fault(right, why or _empty(right))}; {_REMEDY}")
-        span = answer_span(trace.answer)
-        answer = None if span is None else tidy(span)
+    def at_once(reference: str, answer: str | None, prompt: str) -> Score | None:
+        """Return the score of an answer that needs no comparison by a worker."""
         if answer is None:
             return Score(0.0, "parse_fail")
         if answer == reference:
             return Score(1.0)
         same = same_number(reference, answer)
-        if same is not None:
-            return Score(float(same))
-        if repeats(
-            written(answer) or answer, text_of(task.get("prompt", trace.prompt)), written(reference) or reference
-        ):
-            return Score(0.0)
+        if same is None and repeats(written(answer) or answer, prompt, written(reference) or reference):
+            same = False
+        return None if same is None else Score(float(same))
+
+    @extracts(final_answer)
+    async def equal(task: Task, trace: Trace) -> Score:
+        right = answer_of("math_verifier", task)
+        reference = _reference(right)
+        if reference is None:
+            raise EnvError(f"math_verifier: {_fault(right, _empty(right))}; {_REMEDY}")
+        span = answer_span(trace.answer)
+        answer = None if span is None else tidy(span)
+        score = at_once(reference, answer, text_of(task.get("prompt", trace.prompt)))
+        if score is not None and (why := await fault_of(reference)) != "":  # then no answer has a score
+            if why is None:
+                return Score(0.0, "timeout")
+            raise EnvError(f"math_verifier: {_fault(right, why)}; {_REMEDY}")
+        if score is not None:
+            return score
+        assert answer is not None
         outcome = outcomes.get((reference, answer))
         if outcome is None:
             outcome, why = await ask(reference, (answer, timeout))
             if outcome is None:
-                raise EnvError(f"math_verifier: {_fault(right, why)}; {_REMEDY}")
+                raise EnvError(f"math_verifier: {_fault(right, str(why))}; {_REMEDY}")
             if outcome != "starved":
                 _keep(outcomes, (reference, answer), outcome)
         match outcome:
