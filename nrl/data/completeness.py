@@ -20,6 +20,8 @@ __all__ = ["check_complete", "losses"]
 
 _SHORT = 24  # characters; shorter texts occur by chance, so their repetition says nothing
 
+_FIELDS = " or ".join([", ".join(map(repr, REASONING[:-1])), repr(REASONING[-1])])
+
 _COUNTS: ContextVar[dict[str, int] | None] = ContextVar("losses", default=None)
 
 
@@ -67,8 +69,8 @@ def check_complete(
     >>> message = {"role": "assistant", "content": "2", "reasoning_content": "Easy."}
     >>> check_complete("assistant: 2", [message], [0])
     Traceback (most recent call last):
-    nrl.errors.DataError: the chat template leaves out 'reasoning_content' of message 0, 'Easy.'; take a template that \
-writes it, or leave it out of the row
+    nrl.errors.DataError: render: the chat template leaves out the reasoning of message 0 ('reasoning_content', \
+'reasoning' or 'thinking'), 'Easy.'; take a template that writes it, or leave it out of the row
     """
     lost = _check_tools(text, tools)
     written = list[tuple[str, str]]()  # texts that are longer than what repeats by chance, and their names
@@ -82,11 +84,12 @@ writes it, or leave it out of the row
             if name != "content" and at not in trained:
                 lost |= {"reasoning of earlier turns"} if inner and not where.has(inner) else set()
                 continue
+            said = f"'{name}' {of}" if name not in REASONING else f"the reasoning {of} ({_FIELDS})"
             if not where.has(inner):
-                raise DataError(_missing(f"'{name}' {of}", inner))
+                raise DataError(_missing(said, inner))
             if not where.has(value):
                 lost.add(f"white space around {name}")
-            written.append((inner, f"'{name}' {of}"))
+            written.append((inner, said))
         for number, call in enumerate(message.get("tool_calls") or ()):
             spoken = _check_call(spoken, call, f"of call {number} {of}")
     _check_once(text, written, messages, tools, template)
@@ -132,8 +135,8 @@ def _spellings(value: str) -> Iterator[str]:
 
 def _missing(name: str, value: str) -> str:
     return (
-        f"the chat template leaves out {name}, {shown(repr(value))}; take a template that writes it, or leave it out "
-        "of the row"
+        f"render: the chat template leaves out {name}, {shown(repr(value))}; take a template that writes it, or leave "
+        "it out of the row"
     )
 
 
@@ -147,8 +150,8 @@ def _check_call(spoken: _Reader, call: Mapping[str, Any], of: str) -> _Reader:
     if isinstance(arguments, str):
         if arguments not in behind.text[behind.start :]:
             raise DataError(
-                f"the arguments {of} are {shown(repr(arguments))}, which is no JSON object, and the chat template does "
-                "not write them as they are; give an object"
+                f"render: the arguments {of} are {shown(repr(arguments))}, which is no JSON object, and the chat "
+                "template does not write them as they are; give an object"
             )
         return behind
     for path, value in _leaves(arguments, ""):
@@ -228,6 +231,6 @@ def _check_once(
         own = given.count(json.dumps(value, ensure_ascii=False)[1:-1]) + template.count(value)
         if found > own:
             raise DataError(
-                f"the chat template writes {name} {found} times, {shown(repr(value))}, where the row has it {own} "
-                "times; take a template that writes it once"
+                f"render: the chat template writes {name} {found} times, {shown(repr(value))}, where the row has it "
+                f"{own} times; take a template that writes it once"
             )
