@@ -262,8 +262,14 @@ def unmark(text: str, marked: Marked, tokenizer: Any) -> tuple[ChatText, Callabl
 
     edges = [0, *(at for match in found for at in match.span()), len(text)]
     removed = "".join(text[start:stop] for start, stop in itertools.batched(edges, 2))
-    spelled = _spelled(removed, control_tokens(tokenizer).pattern)
-    crossed = {at for start, stop in spelled for at in range(start + 1, stop)}
-    within = (marked.within, _escaped(marked.within))
-    breaks = {at for match in found if (at := moved(match.end())) in crossed or match[0].lower().endswith(within)}
+    within, control = (marked.within, _escaped(marked.within)), control_tokens(tokenizer)
+
+    def crossed(place: int) -> bool:
+        first = max(place - control.longest, 0)
+        near = _spelled(removed[first : place + control.longest], control.pattern)
+        return any(start < place - first < stop for start, stop in near)
+
+    breaks = {
+        at for match in found if (at := moved(match.end())) and (match[0].lower().endswith(within) or crossed(at))
+    }
     return ChatText(removed, tuple(sorted(breaks - {0, len(removed)}))), moved

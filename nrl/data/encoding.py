@@ -1,7 +1,9 @@
 """Token ids of texts: of prompts that are texts, of what follows another text, and of what a chat template wrote."""
 
 import functools
+import re
 import warnings
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -46,7 +48,9 @@ def encode(
         breaks = find_breaks(part.text, tokenizer, start) if spelled else part.breaks
         edges = [0, *breaks, len(part.text)]
         pieces = [part.text[first:stop] for first, stop in pairwise(edges)]
-        ids = [token for at, piece in enumerate(pieces) for token in _encoded(piece, tokenizer, continues or at > 0)]
+        ids = _encoded(pieces[0], tokenizer, continues)
+        if len(pieces) > 1:
+            ids += [token for piece in _behind(pieces[1:], tokenizer) for token in piece]
         if max_tokens is None or size >= len(chat.text) or len(ids) >= max_tokens + _MARGIN:
             return ids[:max_tokens]
         size *= 4
@@ -54,15 +58,27 @@ def encode(
 
 
 def _encoded(text: str, tokenizer: Any, continues: bool) -> list[int]:
+    return _behind([text], tokenizer)[0] if continues else _batch([text], tokenizer)[0]
+
+
+def _behind(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
+    """The ids of texts that follow others, without the space that a tokenizer puts before the first word of a text."""
+    alone = _batch(texts, tokenizer)
+    if not _prepends(tokenizer):
+        return alone
+    head, *rest = _batch(["\n", *("\n" + text for text in texts)], tokenizer)
+    pairs = zip(alone, rest, strict=True)
+    return [ids[len(head) :] if ids[: len(head)] == head else whole for whole, ids in pairs]
+
+
+def _batch(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
     try:
-        whole = list(tokenizer.encode(text, add_special_tokens=False))
-        if not continues or not _prepends(tokenizer):
-            return whole
-        head = list(tokenizer.encode("\n", add_special_tokens=False))
-        behind = list(tokenizer.encode("\n" + text, add_special_tokens=False))
-        return behind[len(head) :] if behind[: len(head)] == head else whole
+        if len(texts) == 1:
+            return [list(tokenizer.encode(texts[0], add_special_tokens=False))]
+        return [list(ids) for ids in tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
     except (TypeError, UnicodeError):  # JSON can write halves of a character, which no encoding has
-        raise DataError(f"render: {shown(ascii(text))} has a half of a surrogate pair, which is no character") from None
+        half = next((text for text in texts if re.search(r"[\ud800-\udfff]", text)), texts[0])
+        raise DataError(f"render: {shown(ascii(half))} has a half of a surrogate pair, which is no character") from None
 
 
 _PREPENDS: "WeakKeyDictionary[Any, bool]" = WeakKeyDictionary()
