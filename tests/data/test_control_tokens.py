@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from nrl import data, tiny
 from nrl.data.control_tokens import control_tokens, find_breaks
 from nrl.data.encoding import encode
+from nrl.data.forms import as_taken
 from nrl.data.templates import TODAY, render_chat
 from nrl.episodes.bridges import Fork, bridge, extend
 from nrl.episodes.conversations import Conversation
@@ -169,7 +170,8 @@ def test_other_texts_have_the_ids_of_the_template(name: str, text: str) -> None:
         if ids is not None:
             messages, tools = row["prompt"], row["tools"]
             options: Any = {"add_generation_prompt": True, "tools": tools, "tokenize": False, **TODAY}
-            assert ids == of.encode(of.apply_chat_template(messages, **options), add_special_tokens=False)
+            taken = as_taken(messages, of, tools)
+            assert ids == of.encode(of.apply_chat_template(taken, **options), add_special_tokens=False)
     assert encode(text, of, spelled=True) == (of.encode(text, add_special_tokens=False) if text else [])
 
 
