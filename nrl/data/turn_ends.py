@@ -95,8 +95,8 @@ def _probed_ends(tokenizer: Any, tools: _Tools) -> TurnEnds:
     ends = ends._replace(call=ends.answer)
     for arguments in ({"q": "VALUE"}, '{"q": "VALUE"}'):
         function = {"name": name, "arguments": arguments}
-        call = {"role": "assistant", "content": "", "tool_calls": [{"id": "nrlprobe0", "function": function}]}
-        call["tool_calls"][0]["type"] = "function"
+        calls = [{"id": "nrlprobe0", "type": "function", "function": function}]
+        call = {"role": "assistant", "content": "", "tool_calls": calls}
         with suppress(DataError):
             text = behind(call)
             if own:
