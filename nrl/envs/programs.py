@@ -31,9 +31,12 @@ from nrl.errors import EnvError
 
 __all__ = ["all_passed", "code"]
 
-_INSIDE = {
-    f"inside/{name}.py": (Path(__file__).parent / "inside" / f"{name}.py").read_bytes()
-    for name in ("assertions", "calls", "values")
+_INSIDE = {  # what runs in the sandbox, in packages that have nothing else of nrl
+    **dict.fromkeys(("nrl/__init__.py", "nrl/envs/__init__.py", "nrl/envs/inside/__init__.py"), b""),
+    **{
+        f"nrl/envs/inside/{name}.py": (Path(__file__).parent / "inside" / f"{name}.py").read_bytes()
+        for name in ("assertions", "calls", "values")
+    },
 }
 _SLOTS = threading.BoundedSemaphore(os.cpu_count() or 1)  # more at once would take each other's time
 _GRACE = 10.0  # seconds for the interpreter of a test to start
@@ -175,7 +178,7 @@ def _prints(
 ) -> bool:
     """Whether a program writes what it should."""
     files = {"main.py": program.encode(errors="replace"), **_INSIDE}
-    done = sandbox(["python", "-m", "inside.calls", "run"], stdin.encode(), files, limits)
+    done = sandbox(["python", "-m", "nrl.envs.inside.calls", "run"], stdin.encode(), files, limits)
     return (done.status, done.code) == ("exited", 0) and same(done.stdout.decode(errors="replace"), wanted)
 
 
@@ -256,7 +259,7 @@ def _calls(sandbox: Sandbox, program: str, tests: Sequence[str], limits: Limits)
         with suppress(_Ended):
             while progress.left and not progress.hopeless:
                 sandbox(
-                    ["python", "-m", "inside.calls", "serve"],
+                    ["python", "-m", "nrl.envs.inside.calls", "serve"],
                     lambda other: _run(checker, _Lines(other, most), program, progress, limits.seconds),
                     _INSIDE,
                     share,
@@ -267,7 +270,7 @@ def _calls(sandbox: Sandbox, program: str, tests: Sequence[str], limits: Limits)
 
     while progress.left and not progress.hopeless:
         before = len(progress.passed)
-        done = sandbox(["python", "-m", "inside.calls", "check"], with_tests, _INSIDE, share)
+        done = sandbox(["python", "-m", "nrl.envs.inside.calls", "check"], with_tests, _INSIDE, share)
         if progress.left and not progress.hopeless:
             if progress.called:  # the test ended by what the program returned
                 progress.told(False)

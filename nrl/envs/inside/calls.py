@@ -14,9 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-# In the sandbox the package has another name, so the imports are relative.
-from .assertions import equal, forgiving, unbound  # noqa: TID252
-from .values import decode, encode, exception_of, private, say  # noqa: TID252
+from nrl.envs.inside.assertions import equal, forgiving, unbound
+from nrl.envs.inside.values import decode, encode, exception_of, private, say
 
 __all__ = ["check", "run", "serve"]
 

@@ -16,10 +16,10 @@ _SCALARS = (bool, float, str)
 _LARGEST = 1 << 10_000  # integers beyond are written in base 16, which takes linear time
 _VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 
-type Refer = Callable[[Any], Any]
+type _Refer = Callable[[Any], Any]
 
 
-def encode(value: Any, refer: Refer | None = None) -> Any:
+def encode(value: Any, refer: _Refer | None = None) -> Any:
     """What JSON has, for a value made of types of Python and its library; subclasses count as these.
 
     Args:
