@@ -166,7 +166,7 @@ def kept(root: Path) -> checkpoint.Checkpoints:
 def _tasks(cfg: Evaluation, envs: Environments) -> list[Task]:
     """Read the tasks, once each."""
     made = envs.tasks(cfg.seed)
-    if None in made.sizes and cfg.limit is None:
+    if None in (made.sizes or (made.size,)) and cfg.limit is None:
         raise ConfigError(f"eval: {' and '.join(made.names)} has no end; say how many tasks, such as limit=256")
     return data.epoch(made, cfg.limit)
 

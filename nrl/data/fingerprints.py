@@ -92,7 +92,7 @@ def accept_changed_rows(accepted: bool = True) -> Iterator[None]:
 
     `nrl.run` does so where its configuration says ``checkpoints.data_changed=accept``.
     """
-    token = _accepted.set(accepted)
+    token = _accepted.set(accepted or _accepted.get())
     try:
         yield
     finally:

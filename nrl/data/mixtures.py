@@ -39,7 +39,7 @@ def mixture(streams: Mapping[str, float | tuple[Stream[Task], float]], *, seed: 
 
     Returns:
         A stream whose state is the number of tasks taken, with the fingerprint of each source. ``names`` are the
-        streams' by their number in ``source``, ``sizes`` and ``dropped`` theirs, the latter summed up.
+        streams' by their number in ``source``, ``sizes`` theirs, and ``dropped`` the sums over them.
 
     Raises:
         DataError: no streams, a weight that is no positive number, a stream without a cursor, or a negative seed.

@@ -47,8 +47,13 @@ class Tasks(NamedTuple):
         restore: continue from a state.
         names: of the sources, by their number in ``source``.
         size: tasks in an epoch; None: there are no epochs.
+<<<<<<< HEAD
         dropped: rows of the sources that are left out, by reason: ``"format"``, ``"max_tokens"``, ``"check"``.
         sizes: tasks in an epoch of each source, by its number; None: that source has no end.
+=======
+        dropped: rows of the sources that are left out, by reason: ``"format"``, ``"max_tokens"``.
+        sizes: of a mixture, the tasks in an epoch of each source, by its number; None: that source has no end.
+>>>>>>> h-run
 
     >>> tasks([{"prompt": "a"}, {"prompt": "b"}]).size
     2
@@ -60,7 +65,7 @@ class Tasks(NamedTuple):
     names: tuple[str, ...]
     size: int | None
     dropped: Mapping[str, int]
-    sizes: tuple[int | None, ...] = (None,)
+    sizes: tuple[int | None, ...] = ()
 
 
 @checked("data.tasks")
@@ -150,10 +155,15 @@ def tasks(
         faulty: dict[str, int] = {} if check is None else {"check": 0}
         take = generated if check is None else _without_faults(generated, check, name, faulty)
         fingerprint = None if all_rows is None else fingerprint_of(all_rows)
+<<<<<<< HEAD
         if check is not None and all_rows is not None:
             size = len(all_rows) - len(faults_of(check, all_rows))
         return Tasks(*_with_fingerprint(derived(numbers, take), name, fingerprint), (name,), size, faulty, (size,))
     if isinstance(source, str) and ":" not in source and not exists(Path(source)) and not is_glob(source):
+=======
+        return Tasks(*_with_fingerprint(derived(numbers, generated), name, fingerprint), (name,), size, {})
+    if isinstance(source, str) and ":" not in source and not exists(Path(source)):
+>>>>>>> h-run
         raise DataError(
             f"tasks: '{shown(source, 300)}' is neither a file (looked in {Path.cwd()}) nor one of the generated "
             f"sources: {', '.join(sorted(GENERATED))}; a dataset of the Hugging Face hub is named with its split, "
@@ -225,7 +235,7 @@ def tasks(
     dropped |= {"max_tokens": long} if max_tokens is not None else {}
     dropped |= {"check": faults} if check is not None else {}
     verbs = _with_fingerprint(counting(at, name="data.tasks"), table.name, row_hash.fingerprint)
-    return Tasks(*verbs, (table.name,), len(which), dropped, (len(which),))
+    return Tasks(*verbs, (table.name,), len(which), dropped)
 
 
 def _with_fingerprint(stream: Source[Task], name: str, fingerprint: Fingerprint | None) -> tuple[Any, Any, Any]:
@@ -328,19 +338,20 @@ def epoch(stream: Tasks, most: int | None = None) -> list[Task]:
     data: the source has 2 rows, fewer than the 5 wanted for an evaluation; each is taken once
     ['a', 'b']
     """
-    endless = [name for name, size in zip(stream.names, stream.sizes, strict=True) if size is None]
+    sizes = stream.sizes or (stream.size,)
+    endless = [name for name, size in zip(stream.names, sizes, strict=False) if size is None]
     if most is None and endless:
         raise DataError(f"epoch: {', '.join(endless)} has no end; say how many tasks, as most=")
     if most is not None and most < 1:
         raise DataError(f"epoch: most is {most}; give at least 1")
-    total = None if endless else sum(size or 0 for size in stream.sizes)
+    total = None if endless else sum(size or 0 for size in sizes)
     count = min(number for number in (most, total) if number is not None)
     if most is not None and count < most:
         wanted = f"fewer than the {most} wanted for an evaluation; each is taken once"
         print(f"data: {', '.join(stream.names)} has {count} rows, {wanted}", flush=True)  # noqa: T201
-    if len(stream.sizes) == 1:
+    if not stream.sizes:
         return stream.take(count)
-    left = list(stream.sizes)
+    left = list(sizes)
     taken: list[Task] = []
     while len(taken) < count:
         for task in stream.take(max(count - len(taken), _DRAWS)):
