@@ -468,7 +468,10 @@ def test_the_same_audit_has_the_same_answers(here: Path) -> None:
         (["number", "out=v.py"], "gym test: out=v.py holds something else; give another file, or remove it"),
         (["number", "gold=solution"], "gym test: task 0 has no 'solution', only 'seed', 'prompt', 'answer'"),
         (["number", "data=gone.jsonl"], "'gone.jsonl' is neither a file"),
-        (["number", "data=rows.jsonl"], "rows.jsonl, line 1: number: task['answer'] is {'a': 1}; give a string or a number"),
+        (
+            ["number", "data=rows.jsonl"],
+            "rows.jsonl, line 1: number: task['answer'] is {'a': 1}; give a string or a number",
+        ),
         (["constraint"], "did you mean 'constraints'?"),
         (["number", "limit=0"], "limit"),
         (["number", "slow=0"], "slow"),
