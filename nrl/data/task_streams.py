@@ -47,13 +47,8 @@ class Tasks(NamedTuple):
         restore: continue from a state.
         names: of the sources, by their number in ``source``.
         size: tasks in an epoch; None: there are no epochs.
-<<<<<<< HEAD
         dropped: rows of the sources that are left out, by reason: ``"format"``, ``"max_tokens"``, ``"check"``.
-        sizes: tasks in an epoch of each source, by its number; None: that source has no end.
-=======
-        dropped: rows of the sources that are left out, by reason: ``"format"``, ``"max_tokens"``.
         sizes: of a mixture, the tasks in an epoch of each source, by its number; None: that source has no end.
->>>>>>> h-run
 
     >>> tasks([{"prompt": "a"}, {"prompt": "b"}]).size
     2
@@ -155,15 +150,10 @@ def tasks(
         faulty: dict[str, int] = {} if check is None else {"check": 0}
         take = generated if check is None else _without_faults(generated, check, name, faulty)
         fingerprint = None if all_rows is None else fingerprint_of(all_rows)
-<<<<<<< HEAD
         if check is not None and all_rows is not None:
             size = len(all_rows) - len(faults_of(check, all_rows))
-        return Tasks(*_with_fingerprint(derived(numbers, take), name, fingerprint), (name,), size, faulty, (size,))
+        return Tasks(*_with_fingerprint(derived(numbers, take), name, fingerprint), (name,), size, faulty)
     if isinstance(source, str) and ":" not in source and not exists(Path(source)) and not is_glob(source):
-=======
-        return Tasks(*_with_fingerprint(derived(numbers, generated), name, fingerprint), (name,), size, {})
-    if isinstance(source, str) and ":" not in source and not exists(Path(source)):
->>>>>>> h-run
         raise DataError(
             f"tasks: '{shown(source, 300)}' is neither a file (looked in {Path.cwd()}) nor one of the generated "
             f"sources: {', '.join(sorted(GENERATED))}; a dataset of the Hugging Face hub is named with its split, "
