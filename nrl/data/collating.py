@@ -24,7 +24,7 @@ from nrl.data.rendering import answered
 from nrl.envs.contract import Message, Prompt, Task
 from nrl.errors import DataError, ModelError
 
-__all__ = ["labelled", "preferences", "shared", "sides", "supervised"]
+__all__ = ["check_unprompted", "labelled", "preferences", "shared", "sides", "supervised"]
 
 
 @checked("supervised")

@@ -29,7 +29,7 @@ PROMPT_KEYS = ("prompt", "messages", "question", "problem")
 
 
 def rows(
-    source: str | Path | Sequence[Task] | Sequence[str | Path],
+    source: str | Path | Sequence[Task | str | Path],
     *,
     format: str | Format | None = None,
     template: str | None = None,

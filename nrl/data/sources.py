@@ -17,7 +17,7 @@ from nrl.errors import DataError
 __all__ = ["is_glob", "read"]
 
 
-def read(source: str | Path | Sequence[Task] | Sequence[str | Path]) -> Table:
+def read(source: str | Path | Sequence[Task | str | Path]) -> Table:
     """Open a source as a table. The ending of a file's name decides how it is read.
 
     Args:

@@ -65,7 +65,7 @@ class Tasks(NamedTuple):
 
 @checked("data.tasks")
 def tasks(
-    source: str | Path | Sequence[Task] | Sequence[str | Path] | Callable[[int, int], Task],
+    source: str | Path | Sequence[Task | str | Path] | Callable[[int, int], Task],
     *,
     seed: int = 0,
     format: str | Format | None = None,

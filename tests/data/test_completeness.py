@@ -20,7 +20,7 @@ def answer(text: str = "Bye", **fields: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": text, **fields}
 
 
-def call(name: str = "find", **arguments: Any) -> dict[str, Any]:
+def call(name: str = "find", /, **arguments: Any) -> dict[str, Any]:
     function = {"name": name, "arguments": arguments or {"q": "Hi"}}
     return answer("", tool_calls=[{"id": "abcdefghi", "type": "function", "function": function}])
 
@@ -42,7 +42,7 @@ ROWS: dict[str, tuple[dict[str, Any], str]] = {  # where the mark is, and how an
     "answer": ({"prompt": [ASK], "response": [answer(MARK)]}, "'content' of message 1"),
     "name": ({"prompt": [ASK], "response": [call(MARK)]}, "the name of call 0 of message 1"),
     "value": ({"prompt": [ASK], "response": [call(q=MARK)]}, "(argument 'q'|name) of call 0 of message 1"),
-    "key": ({"prompt": [ASK], "response": [call(**{MARK: 1})]}, "(argument '.*'|name) of call 0 of message 1"),
+    "key": ({"prompt": [ASK], "response": [call("find", **{MARK: 1})]}, "(argument '.*'|name) of call 0 of message 1"),
     "second": ({"prompt": [ASK], "response": [TWO]}, "(argument 'q'|name) of call [01] of message 1"),
     "beside": ({"prompt": [ASK], "response": [call() | {"content": MARK}]}, "'content' of|name of call 0 of message 1"),
     "tool": ({"prompt": [ASK], "tools": [tool(MARK)]}, f"the name of the tool '{MARK}'"),

@@ -123,7 +123,7 @@ def test_sources_of_several_files_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="read_jsonl: there is no file .*b.jsonl"):
         data.tasks([tmp_path / "a.jsonl", tmp_path / "b.jsonl"])
     with pytest.raises(DataError, match="tasks: a list of files has a dict; give names of files alone, or mappings al"):
-        data.tasks([str(tmp_path / "a.jsonl"), ROWS[0]])  # type: ignore[list-item]
+        data.tasks([str(tmp_path / "a.jsonl"), ROWS[0]])
     (tmp_path / "[1].jsonl").write_bytes(LINES)
     assert prompts(str(tmp_path / "[1].jsonl")) == prompts(ROWS)  # a file of this name is no pattern
 
