@@ -1,6 +1,5 @@
 """`code`: a verifier that runs the program of an answer against a task's tests, in a sandbox."""
 
-import functools
 import hashlib
 import json
 import os
@@ -101,6 +100,7 @@ def code(
     Score(reward=0.0, status='ok', components={'passed': 0.5})
     """
     where, most, faults = sandbox or bubblewrap(), limits or Limits(), dict[str, str]()
+    modules = dict[str, bool]()
 
     def fault_of_solution(task: Task, tests: Sequence[Test]) -> str:
         """Which test the task's own solution does not pass; empty: it passes all, or there is none."""
@@ -117,11 +117,12 @@ def code(
             faults[key] = named and f"{named} the task's own solution; mend the test or the solution, or leave it out"
         return faults[key]
 
-    @functools.cache
     def has_module(name: str) -> bool:
         """Whether the sandbox's Python finds a module."""
-        program = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({name!r}) is None)"
-        return where(["python", "-c", program], b"", {}, most).code == 0
+        if name not in modules:
+            program = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({name!r}) is None)"
+            modules[name] = where(["python", "-c", program], b"", {}, most).code == 0
+        return modules[name]
 
     def check_task(task: Task) -> str | None:
         """Return why no program can pass the task's tests, or None."""

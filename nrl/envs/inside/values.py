@@ -14,7 +14,7 @@ __all__ = ["decode", "encode", "exception_of", "private", "say"]
 
 _SCALARS = (bool, float, str)
 _LARGEST = 1 << 10_000  # integers beyond are written in base 16, which takes linear time
-_VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
+_VIEWS: tuple[Any, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 
 type _Refer = Callable[[Any], Any]
 
