@@ -56,7 +56,8 @@ def render_chat(
     marked = mark_texts(as_taken(messages, tokenizer, tools), tools, tokenizer)
 
     def call() -> str:
-        chat: Any = marked.messages or [[]]  # transformers takes none only as one of several conversations
+        nothing: Any = [[]]  # transformers takes no messages only as one of several conversations
+        chat: Any = marked.messages or nothing
         found: Any = tokenizer.apply_chat_template(
             chat,
             tools=marked.tools,

@@ -80,7 +80,7 @@ def shown(test: Any) -> str:
 
 def solutions_of(task: Task) -> list[str]:
     """The programs that a task says to be right, as far as they are Python."""
-    given = next(
+    given: Any = next(
         (task[name] for name in ("solution", "reference_solution", "reference", "solutions") if task.get(name)), []
     )
     texts = [given] if isinstance(given, str) else given if isinstance(given, list | tuple) else []
@@ -202,5 +202,5 @@ def _same_number(found: str, wanted: str) -> bool:
         if theirs == theirs.to_integral_value() and (ours == ours.to_integral_value() or not set(wanted) & set(".eE")):
             limit = decimal.Decimal(0) if ours == ours.to_integral_value() else decimal.Decimal(_TOLERANCE)
         else:
-            limit = decimal.Decimal(_TOLERANCE) * max(1, abs(theirs))
+            limit = decimal.Decimal(_TOLERANCE) * max(decimal.Decimal(1), abs(theirs))
         return abs(ours - theirs) <= limit

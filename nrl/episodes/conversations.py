@@ -127,13 +127,14 @@ class Conversation:
         tokens = completion.token_ids.tolist()
         prompt, whole = len(row) - len(tokens), ""
         reason: Any = "length" if completion.truncated else "stop"
-        of = (row[:prompt], completion.logprobs.tolist()) if self._ids else ()
+        ids: Any = {"prompt_ids": row[:prompt], "logprobs": completion.logprobs.tolist()} if self._ids else {}
         text = self._tokenizer.decode(tokens, skip_special_tokens=True)
         if self._apart:
             whole = self._tokenizer.decode(tokens)
             found = parse(whole, self._format, reasoning_open=bool(self._opened))
-            own = (found.calls, found.malformed, found.reasoning, prompt, *of)
-            turn = Turn(found.text, tokens, reason, *own, reasoning_ended=found.reasoning_ended)
+            own: Any = {"calls": found.calls, "malformed": found.malformed, "prompt_tokens": prompt, **ids}
+            told: Any = {"reasoning": found.reasoning, "reasoning_ended": found.reasoning_ended}
+            turn = Turn(found.text, tokens, reason, **own, **told)
         else:
             apart = self._reasoning_apart(text, tokens)
             turn = Turn(text, tokens, reason, prompt_tokens=prompt, **apart)
@@ -153,8 +154,8 @@ class Conversation:
         if found.reasoning_ended and not found.reasoning:
             return {}
         special = [str(token) for token in self._tokenizer.added_tokens_decoder.values() if token.special]
-        found = Reply(*(_without(part, special) for part in found[:2]), found.reasoning_ended)
-        return found._asdict()
+        answer, reasoning = (_without(part, special) for part in found[:2])
+        return Reply(answer, reasoning, found.reasoning_ended)._asdict()
 
     def observed(self, observation: Any, rows: Sequence[Sequence[int]]) -> tuple[int, Extension]:
         """Which row the policy sees when it goes on, and how much of it, and the ids of what the environment answers.

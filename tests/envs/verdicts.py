@@ -196,9 +196,8 @@ def rendered(kind: str) -> str:
         "|---|---|---|"[: 13 if has_task else 9],
     ]
     for task, text, reward in KINDS[kind]:
-        shown = {None: "none" if kind == "judge" else "`parse_fail`"}.get(
-            reward, f"{reward:g}" if reward is not None else ""
-        )
+        nothing = "none" if kind == "judge" else "`parse_fail`"
+        shown = nothing if reward is None else f"{reward:g}"
         cells = ([_cell(_told(task))] if has_task else []) + [_cell(text), shown]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
