@@ -85,7 +85,8 @@ def main(cfg: Config) -> None:
         policy: Trainer | TrainState = trainer
         if cfg.warmup:
             lessons = data.tasks([lesson(random.Random(i)) for i in range(4096)], seed=cfg.seed, chat=False)
-            taught = nrl.batched(lessons, 128, collate=partial(data.supervised, tokenizer=sampler.tokenizer))
+            words = data.parse_special(sampler.tokenizer)  # the turns within a lesson end with its <eos>
+            taught = nrl.batched(lessons, 128, collate=partial(data.supervised, tokenizer=words))
             warm = make(trainer.mesh, model, adamw(lr=1e-3))
             policy = trainer.init(nrl.fit(run, "warmup", warm, sft_loss, taught, cfg.warmup).params)
         state, stream = run.restore(policy=policy, stream=nrl.ahead(nrl.batched(groups, cfg.prompts), cfg.lag))
