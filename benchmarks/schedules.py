@@ -130,7 +130,7 @@ class Instant:
     """A sampler that answers at once."""
 
     capabilities = Capabilities(streams=True)
-    version, context_length, sampling = 0, 64, Sampling()
+    version, context_length, sampling = 0, 64, Sampling(max_new_tokens=48)
 
     def __init__(self) -> None:
         self.tokenizer = tiny.tokenizer()

@@ -148,7 +148,8 @@ def _check_call(spoken: _Reader, call: Mapping[str, Any], of: str) -> _Reader:
         raise DataError(_missing(f"the name {of}", function["name"]))
     arguments = function["arguments"]
     if isinstance(arguments, str):
-        if arguments not in behind.text[behind.start :]:
+        left = behind.text[behind.start :]
+        if arguments not in left or json.dumps(arguments, ensure_ascii=False) in left:
             raise DataError(
                 f"render: the arguments {of} are {shown(repr(arguments))}, which is no JSON object, and the chat "
                 "template does not write them as they are; give an object"

@@ -159,6 +159,8 @@ def _message(message: Any, where: str, schemas: Mapping[str, Any] | None, parts:
     found = {key: value for key, value in message.items() if value is not None}
     found["role"] = _ROLES.get(role, role)
     calls = found.pop("tool_calls", None)
+    if role == "function_call" or isinstance(calls, str):
+        schemas = None  # Arrow fills nothing into a text
     if role == "function_call":
         calls, found["content"] = _decoded(found.get("content"), f"{where}: the call in 'content'"), ""
     elif isinstance(found.get("function_call"), Mapping):
@@ -209,8 +211,14 @@ def _set_reasoning(message: dict[str, Any], where: str) -> None:
     texts = {value: name for name, value in given.items() if value} or {value: name for name, value in given.items()}
     if len(texts) > 1:
         raise DataError(f"{where}: {' and '.join(map(repr, texts.values()))} differ; give its reasoning once")
-    for text in texts:
+    for text, name in texts.items():
         message[REASONING[0]] = text
+        content = message["content"]
+        if text and isinstance(content, str) and content.lstrip().startswith("<think>") and "</think>" in content:
+            thought = content.rpartition("</think>")[0]
+            if thought.strip().removeprefix("<think>").strip() != text.strip():
+                raise DataError(f"{where}: '{name}' and the reasoning in 'content' differ; give its reasoning once")
+            del message[REASONING[0]]  # templates read that of the content
 
 
 def _call(call: Any, where: str, schemas: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -142,13 +142,14 @@ def _canonical(row: Task, place: str, filled: bool) -> dict[str, Any]:
     for key in _CHATS:
         messages: Any = decoded_messages(row.get(key)) if key == "messages" else row.get(key)
         if are_messages(messages):
-            found[key] = canonical_messages(messages, f"{place}: '{key}'", tools=tools, filled=filled)
+            of_arrow = filled and not isinstance(row[key], str)
+            found[key] = canonical_messages(messages, f"{place}: '{key}'", tools=tools, filled=of_arrow)
     return found
 
 
 def _prompt(row: Mapping[str, Any], place: str) -> Any:
     pair = all(isinstance(row.get(side), list | tuple) for side in ("chosen", "rejected"))
-    whole = pair or bool(row.get("messages"))
+    whole = pair or (row.get("messages") is not None and len(row["messages"]) > 0)
     given = [key for key in PROMPT_KEYS if row.get(key) is not None]
     key = next((key for key in given if not (whole and isinstance(row[key], str | list) and not row[key])), None)
     if key is None and pair:

@@ -176,6 +176,14 @@ def _conversation(prompt: Prompt, answer: Sequence[Message], tokenizer: Any, too
             raise DataError("the conversation begins with the assistant's message; begin with what it answers")
         turns = turns if _opens(tokenizer, tools) else turns[1:]  # then the first is only what the others follow
     template = template_of(tokenizer, tools)
+    ends = turn_ends(tokenizer, tools)
+    if ends.written and ends.answer:  # the template writes it behind a content that has it already
+        messages = [
+            {**message, "content": message["content"].removesuffix(ends.answer)}
+            if message["role"] == "assistant"
+            else message
+            for message in messages
+        ]
     chat, spans = (_marked if _MARKER.search(template) else _derived)(messages, turns, tokenizer, tools)
     check_complete(chat.text, messages, turns, tools or (), template)
     return chat, spans

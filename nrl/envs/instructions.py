@@ -51,7 +51,7 @@ _TITLES |= {"st", "mt", "vs", "e.g", "i.e", "cf", "fig", "no", "nos", "vol", "ap
 _ABBREVIATIONS = frozenset({"etc", "al", "a.m", "p.m", "a.d", "b.c", "inc", "ltd", "co", "corp", "dept", "jr", "sr"})
 _ABBREVIATIONS |= {"est", "ave", "blvd", "ph.d", "u.s", "u.k", "u.n"}
 _STOP = re.compile(
-    r"(?P<marks>[.!?\u2026]+)(?P<close>[\"')\]\u201d\u2019\u00bb]*)(?=\s)\s*"
+    r"(?<![.!?\u2026])(?P<marks>[.!?\u2026]++)(?P<close>[\"')\]\u201d\u2019\u00bb]*+)(?=\s)\s*"
     r"|[\u3002\uff01\uff1f]+[\u300d\u300f\u201d]*|\n+"
 )
 _LAST_WORD = re.compile(r"[\w.]+\Z")

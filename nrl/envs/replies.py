@@ -19,22 +19,27 @@ REASONING_MARKS = {
     "<think>": "</think>",
     "<thinking>": "</thinking>",
     "<thought>": "</thought>",
+    "<reasoning>": "</reasoning>",
     "<seed:think>": "</seed:think>",
     "[THINK]": "[/THINK]",
     "◁think▷": "◁/think▷",
     "<|START_THINKING|>": "<|END_THINKING|>",
+    "<|begin_of_thought|>": "<|end_of_thought|>",
 }
-"""The marks that open and close reasoning: DeepSeek, Qwen, GLM and most others; Seed; Mistral; Kimi; Command A.
+"""The marks that open and close reasoning: DeepSeek, Qwen, GLM and most others; Seed; Mistral; Kimi; Command A; Sky-T1.
+
+They are read in capital letters, too.
 
 >>> REASONING_MARKS["[THINK]"]
 '[/THINK]'
 """
 
 _OPENINGS = "|".join(map(re.escape, REASONING_MARKS))
-_CLOSINGS = re.compile("|".join(map(re.escape, REASONING_MARKS.values())))
-_OPENING = re.compile(_OPENINGS)
-_OPENED_LAST = re.compile(rf"(?:{_OPENINGS})\s*\Z")
-_MARK = re.compile(rf"{_OPENINGS}|{_CLOSINGS.pattern}")
+_CLOSINGS = re.compile("|".join(map(re.escape, REASONING_MARKS.values())), re.IGNORECASE)
+_OPENING = re.compile(_OPENINGS, re.IGNORECASE)
+_OPENED_LAST = re.compile(rf"(?:{_OPENINGS})\s*\Z", re.IGNORECASE)
+_MARK = re.compile(rf"{_OPENINGS}|{_CLOSINGS.pattern}", re.IGNORECASE)
+_CLOSING_OF = {opening.lower(): closing.lower() for opening, closing in REASONING_MARKS.items()}
 _QUOTES = "`\"'"
 
 # gpt-oss; without its special tokens, which most decoders leave out, only the names of roles and channels remain.
@@ -77,9 +82,16 @@ def split_reasoning(text: str, *, reasoning_open: bool = False) -> Reply:
     """
     if (channels := _read_channels(text)) is not None:
         return channels
-    *_, closing = [None, *_CLOSINGS.finditer(text)]
+    openings = [mark for mark in _OPENING.finditer(text) if not _is_quoted(mark)]
+    first = {_CLOSING_OF[mark[0].lower()]: mark.start() for mark in reversed(openings)}  # by the mark that closes it
+    begin = min(first.values(), default=len(text))
+    closing = None
+    for mark in _CLOSINGS.finditer(text):
+        is_its_own = first.get(mark[0].lower(), len(text)) < mark.start()
+        if not _is_quoted(mark) and (is_its_own or mark.start() < begin):
+            closing = mark
     start = 0 if closing is None else closing.end()
-    opening = next((mark for mark in _OPENING.finditer(text, start) if not _is_quoted(mark)), None)
+    opening = next((mark for mark in openings if mark.start() >= start), None)
     if opening is None and closing is None:
         return Reply("", text.strip(), False) if reasoning_open else Reply(text, "", True)
     if opening is not None:

@@ -103,3 +103,13 @@ def test_numbers_of_turns_that_only_one_batch_has_are_nan_in_the_others() -> Non
     whole = nrl.concatenate([rows(a=numbers), rows(b=numbers), rows()])
     assert [len(row) for row in rows_of(whole["info"]["a"])] == [2, 1] * 3
     assert [bool(row.isnan().all()) for row in rows_of(whole["info"]["a"])] == [False, False, True, True, True, True]
+
+
+@pytest.mark.parametrize("part", ["ratio", "aggregate"])
+def test_what_makes_a_part_of_a_policy_loss_has_to_be_called(part: str) -> None:
+    made: dict[str, Any] = {part: algos.product_ratio if part == "ratio" else algos.seq_sum}
+    with pytest.raises(
+        ArgumentError, match=f"policy_loss: {part} is the function .*, which makes one; call it"
+    ) as raised:
+        algos.policy_loss(algos.clip(0.2), **made)
+    assert raised.value.argument == part

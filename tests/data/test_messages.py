@@ -354,3 +354,38 @@ def test_environments_write_messages_in_any_way() -> None:
     assert read_observation([{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]) == [ASK]
     with pytest.raises(EnvError, match="the observation: message 0: call 0 has no 'name' of a function; it has id"):
         read_observation([called(tool_calls=[{"function": {"id": 3}}])])
+
+
+def test_reasoning_that_stands_in_two_places_is_taught_once() -> None:
+    asked, of = {"role": "user", "content": "Hi"}, tokenizer("qwen3")
+    both = {"role": "assistant", "content": "<think>\nHmm\n</think>\n\nBye", "reasoning": "Hmm"}
+    assert taught({"messages": [asked, both]}, of) == "<think>\nHmm\n</think>\n\nBye<|im_end|>"
+    with pytest.raises(DataError, match="'reasoning' and the reasoning in 'content' differ; give its reasoning once"):
+        taught({"messages": [asked, {**both, "reasoning": "Ah"}]}, of)
+
+
+@pytest.mark.parametrize(
+    ("name", "end"), [("chatml", "<|im_end|>"), ("qwen3", "<|im_end|>"), ("llama3_1", "<|eot_id|>")]
+)
+def test_a_content_that_ends_its_turn_ends_it_once(name: str, end: str) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": f"Bye{end}"}]
+    plain = [messages[0], {"role": "assistant", "content": "Bye"}]
+    assert taught({"messages": messages}, tokenizer(name)) == taught({"messages": plain}, tokenizer(name))
+
+
+def test_arguments_that_are_no_object_are_not_taught_in_quotation_marks() -> None:
+    call = {"function": {"name": "find", "arguments": "[1, 2]"}}
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    with pytest.raises(
+        DataError, match=r"the arguments of call 0 of message 1 are '\[1, 2\]', which is no JSON object"
+    ):
+        taught({"messages": messages}, tokenizer("qwen2_5"))
+
+
+def test_a_null_within_json_text_is_not_filled_in_by_arrow(tmp_path: Path) -> None:
+    call = json.dumps({"name": "find", "arguments": {"city": "Oslo", "unit": None}})
+    said = [{"from": "human", "value": "Hi"}, {"from": "function_call", "value": call}]
+    pq.write_table(pa.Table.from_pylist([{"conversations": said}]), tmp_path / "rows.parquet")
+    tasks = data.tasks(tmp_path / "rows.parquet", format="sharegpt", shuffle=False)
+    batch = data.supervised(tasks.take(1), tokenizer("qwen2_5"))
+    assert '"unit": null' in tokenizer("qwen2_5").decode(batch["input_ids"][0])

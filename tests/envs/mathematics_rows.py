@@ -914,6 +914,18 @@ ROWS: Mapping[str, Sequence[tuple[str, str, bool]]] = {
         (r"\text{Tuesday}", r"\text{tuesday}", RIGHT),
         ("Yes", r"\text{Yes}", RIGHT),
         ("Yes", r"\text{No}", WRONG),
+        ("ad-bc", "-bc+ad", RIGHT),
+        ("mn-m-n", "mn-n-m", RIGHT),
+        ("x-ray", "x-ray", RIGHT),
+        (r"\$5", "€5", WRONG),
+        ("5 euros", r"\$5", WRONG),
+        (r"\$5", r"5\text{ cents}", WRONG),
+        ("5", r"\$5", RIGHT),
+        ("2020-03-03", "March 3, 2020", RIGHT),
+        ("2020-03-03", "2014", WRONG),
+        ("1/2/2020", "1/4040", WRONG),
+        ("555-1234", "-679", WRONG),
+        ("555-1234", "555-1234", RIGHT),
     ],
 }
 

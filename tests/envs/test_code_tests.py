@@ -31,6 +31,7 @@ class Point:
 LIMIT = 3
 
 def same(x): return x
+def named(nums, target, what=0, self=0): return [nums, target, what, self]
 def pair(): return (1, [2, (3, 4)])
 def third(): return [0.1 + 0.2, {"a": 1 / 3}]
 def count(n): yield from range(n)
@@ -47,6 +48,7 @@ def extend(queue): queue.append(9)
 CASE = "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        self.assertEqual(same(1), "
 
 PASS = [
+    "assert named(nums=[2], target=9, what=1, self=2) == [[2], 9, 1, 2]",
     "assert Solution().twice([1]) == [2]",
     "assert twice([1]) == [2]",
     "s = Solution()\nassert s.twice([1]) == [2] and s.twice([]) == []",

@@ -28,6 +28,10 @@ CHANNELS = "<|channel|>analysis<|message|>Perhaps 8.<|end|><|start|>assistant<|c
         ),
         *((f"{opening}\nPerhaps 8.", Reply("", "Perhaps 8.", False)) for opening in REASONING_MARKS),
         ("Perhaps 8.</think>It is 9.", Reply("It is 9.", "Perhaps 8.", True)),  # the prompt opened it
+        ("<think>I write `</think>` and 42. But wait", Reply("", "I write `\n\n` and 42. But wait", False)),
+        ("<think>so [/THINK] 42", Reply("", "so\n\n42", False)),  # another mark ends nothing
+        ("<think>a</thinking>b</think>c", Reply("c", "a\n\nb", True)),
+        ("<THINK>a</THINK>b", Reply("b", "a", True)),
         ("<think>a</think>b<think>c</think>d", Reply("d", "a\n\nb\n\nc", True)),
         ("<think>a</think>b<think>c", Reply("", "a\n\nb\n\nc", False)),
         ("Sure. <think>Perhaps 8.", Reply("", "Sure.\n\nPerhaps 8.", False)),

@@ -38,7 +38,7 @@ def test_rollouts_are_groups_and_continue_from_their_state(sampler: EnginePool) 
     groups = again.take(2)
     assert [group["input_ids"].tolist() for group in groups] == expected
     assert [group["group_ids"].tolist() for group in groups] == [[3, 3], [4, 4]]
-    assert state == {"tasks": {"cursor": 3}, "groups": 3}
+    assert state == {"tasks": {"cursor": 3}, "groups": 3, "num_rewards": 0}
 
 
 def test_a_take_that_is_broken_off_has_taken_nothing(sampler: EnginePool) -> None:

@@ -17,6 +17,7 @@ from nrl.errors import CheckpointError
 from nrl.runs.exits import exit_status
 from nrl.stream import counting
 from tests.disks import small_disk_at
+from tests.processes import settled
 
 ROOT = Path(__file__).parents[2]
 
@@ -73,6 +74,8 @@ def test_a_folder_whose_inode_changes_is_the_same_folder(tmp_path: Path) -> None
 
     def change(place: str, step: int) -> None:
         before = out.stat().st_ino
+        # A checkpoint that is being written beside the steps would be copied in part.
+        assert not settled(lambda: list(out.rglob("*.writing")), 60)
         shutil.copytree(out, tmp_path / "copy")
         out.rename(tmp_path / f"{place} {step}")
         (tmp_path / "copy").rename(out)

@@ -172,7 +172,7 @@ class _Link:
         self._lines, self._out, self._callbacks = lines, out, list[Any]()
         self.calls: list[str] = []
 
-    def ask(self, what: str, target: list[Any], *args: Any, **kwargs: Any) -> Any:
+    def ask(self, what: str, target: list[Any], /, *args: Any, **kwargs: Any) -> Any:
         """The value of an operation on something of the program."""
         try:
             request = ["list", what, target, encode(list(args), self._refer), encode(kwargs, self._refer)]
@@ -242,7 +242,7 @@ class _Object:
     def __init__(self, link: _Link, target: list[Any]) -> None:
         self.__dict__.update(_link=link, _target=target)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self._link.ask("call", self._target, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

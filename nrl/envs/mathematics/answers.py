@@ -278,7 +278,7 @@ def same_number(reference: str, answer: str) -> bool | None:
     return expected == found or rounds(expected, found) or rounds(found, expected)
 
 
-_UNIT = re.compile(r"\\(?:text|mathrm|mbox)|(?<![a-z\\])[a-z]{2,}")
+_UNIT = re.compile(r"\\(?:text|mathrm|mbox)|(?<![a-z\\])[a-z]{2,}|[$€£¥₹]")
 _LEAST_DIGITS = 10  # of a decimal that may stand for a fraction, which can be written exactly
 _LEAST_DIGITS_OF_IRRATIONAL = 6
 

@@ -127,7 +127,7 @@ def read_special(text: str) -> Answer | None:
 def read_words(text: str) -> Words | None:
     """Read words: letters, perhaps with a date's or a name's numbers in them, and nothing of a formula."""
     plain = " ".join(TEXT.sub(r" \1 ", text).split()).strip("\"'“”‘’")
-    if date := _date(plain):
+    if date := _date(plain) or _numeric_date(plain):
         return Words(date)
     if not re.fullmatch(r"[^\W\d_](?:[^\W\d_]|['’. -](?=.))*", plain) or not re.search(r"[^\W\d_]{2}", plain):
         return None
@@ -136,6 +136,8 @@ def read_words(text: str) -> Words | None:
         return None  # as "pi" and "x or y"
     if any(run in ("and", "or") for run in runs[1:-1]) and all(len(run) == 1 or run in ("and", "or") for run in runs):
         return None
+    if "-" in plain and plain == text and all(len(run) < 3 for run in runs):
+        return None  # as "ad-bc"
     product = text if len(runs) == 1 and plain == text and len(text) <= 4 else ""
     return Words(_simple(plain), product)
 
@@ -167,6 +169,18 @@ def _date(text: str) -> str:
     if any(word not in known and not _MONTHS[month].startswith(word) for word in rest):
         return ""
     return f"date {month + 1} " + " ".join(sorted(number.lstrip("0") for number in numbers))
+
+
+_DATE = re.compile(r"([0-9]{4})-([0-9]{2})-([0-9]{2})|[0-9]{1,2}/[0-9]{1,2}/[0-9]{4}|[0-9]{3}-[0-9]{4}")
+
+
+def _numeric_date(text: str) -> str:
+    """A date in digits, or a number of a telephone, which are no differences or quotients; else nothing."""
+    found = _DATE.fullmatch(text)
+    if found is None or found[1] is None:
+        return "" if found is None else text
+    year, month, day = found.groups()
+    return f"date {int(month)} " + " ".join(sorted((year, day.lstrip("0"))))
 
 
 def _simple(text: str) -> str:

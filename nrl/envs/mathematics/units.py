@@ -83,7 +83,7 @@ def split_unit(text: str) -> tuple[str, str]:
         return alone[1], alone[2]
     if money := re.fullmatch(r"[$€£¥₹](.+)", text):
         value, _ = split_unit(money[1])
-        return value, "$" if text[0] == "$" else text[0]
+        return value, _UNITS.get(text[0], text[0])
     found = _BEHIND.fullmatch(text)
     if (
         found is None
