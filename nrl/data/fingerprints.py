@@ -18,10 +18,12 @@ class Fingerprint(NamedTuple):
     Args:
         rows: their number.
         sha256: of all rows as JSON, in the order of the source.
+        tasks: how many are made of them and kept; None: as many as there are rows.
     """
 
     rows: int
     sha256: str
+    tasks: int | None = None
 
 
 class RowHash:
@@ -112,7 +114,12 @@ def check_same_rows(name: str, saved: Mapping[str, Any], now: Fingerprint) -> No
     """
     if saved == now._asdict():
         return
-    if saved.get("rows") != now.rows:
+    if (saved.get("rows"), saved.get("sha256")) == now[:2]:
+        difference = (
+            f"{now.tasks} tasks of the {now.rows} rows of {name} are kept, and {saved.get('tasks')} were at the "
+            "checkpoint, as another max_tokens or format does"
+        )
+    elif saved.get("rows") != now.rows:
         difference = f"{name} has {now.rows} rows, and had {saved.get('rows')} at the checkpoint"
     else:
         difference = f"some of the {now.rows} rows of {name} are others, or in another order, than at the checkpoint"

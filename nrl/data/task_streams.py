@@ -224,7 +224,8 @@ def tasks(
     dropped = {"format": unused} if format is not None else {}
     dropped |= {"max_tokens": long} if max_tokens is not None else {}
     dropped |= {"check": faults} if check is not None else {}
-    verbs = _with_fingerprint(counting(at, name="data.tasks"), table.name, row_hash.fingerprint)
+    fingerprint = row_hash.fingerprint._replace(tasks=len(which))
+    verbs = _with_fingerprint(counting(at, name="data.tasks"), table.name, fingerprint)
     return Tasks(*verbs, (table.name,), len(which), dropped)
 
 

@@ -183,6 +183,17 @@ def choice(task: Task, trace: Trace) -> Score:
     return Score(float(found == right), "parse_fail" if found is None else "ok")
 
 
+def _check_task(task: Task) -> str | None:
+    """Return why no response can choose the right letter of a task."""
+    right, choices = _right(task), task.get("choices")
+    if choices is None or right in _LETTERS[: len(choices)]:
+        return None
+    return f"task['answer'] is {right!r}, and there are {len(choices)} choices"
+
+
+choice.check_task = _check_task  # type: ignore[attr-defined]
+
+
 def _right(task: Task) -> str:
     answer, choices = task.get("answer"), task.get("choices")
     if choices is not None:

@@ -50,7 +50,7 @@ def single_turn(verifier: Verifier, *, timeout: float | EllipsisType | None = ..
     Raises:
         EnvError: by `reset`, if a task has no ``"prompt"``.
 
-    >>> env = single_turn(lambda task, trace: float(trace.text == task["answer"]))
+    >>> env = single_turn(lambda task, trace: float(trace.answer == task["answer"]))
     >>> state, prompt = env.reset({"prompt": "2+2=", "answer": "4"})
     >>> prompt, env.step(state, "4").reward
     ('2+2=', 1.0)
@@ -218,7 +218,7 @@ def weighted(**parts: tuple[float, Verifier]) -> Verifier:
             ``"ok"`` is that of the whole. Where one judges groups (`of_group`), so does the sum: that part is given
             all traces, the others each trace; a part that fails for one trace fails its row alone.
 
-    >>> verify = weighted(right=(1.0, lambda task, trace: trace.text == "4"), short=(0.5, lambda task, trace: 1.0))
+    >>> verify = weighted(right=(1.0, lambda task, trace: trace.answer == "4"), short=(0.5, lambda task, trace: 1.0))
     >>> verify({}, Trace("2+2=", ["4"]))
     Score(reward=1.5, status='ok', components={'right': 1.0, 'short': 1.0})
     """
@@ -257,7 +257,7 @@ def gated(gate: Verifier, verifier: Verifier, otherwise: float = 0.0) -> Verifie
         verifier: asked where the gate's reward is above 0.
         otherwise: the reward elsewhere.
 
-    >>> verify = gated(lambda task, trace: "4" in trace.text, lambda task, trace: 2.0)
+    >>> verify = gated(lambda task, trace: "4" in trace.answer, lambda task, trace: 2.0)
     >>> verify({}, Trace("2+2=", ["5"])).reward, verify({}, Trace("2+2=", ["4"])).reward
     (0.0, 2.0)
     """

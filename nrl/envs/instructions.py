@@ -203,6 +203,17 @@ def constraints(task: Task, trace: Trace) -> Score:
     return Score(share, components=found)
 
 
+def _check_task(task: Task) -> None:
+    """Read the constraints of a task once, which raises an `EnvError` of those that do not exist or take no such word.
+
+    Whether several can be fulfilled together is not known.
+    """
+    constraints(task, Trace("", ["word"]))
+
+
+constraints.check_task = _check_task  # type: ignore[attr-defined]
+
+
 def _read(each: Any) -> tuple[str, Mapping[str, Any]]:
     name, how = each, dict[str, Any]()
     if isinstance(each, Mapping) and len(each) == 1:

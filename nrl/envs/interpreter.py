@@ -114,7 +114,7 @@ def python(code: str, interpreter: State[Interpreter]) -> str:
     Examples:
         >>> from nrl.envs.tools import tool, tool_use
         >>> def right(task, trace):
-        ...     return float(trace.text == task["answer"])
+        ...     return float(trace.answer == task["answer"])
         >>> env = tool_use([tool(python)], right, state=lambda task: Interpreter(), close=Interpreter.close)
         >>> state, prompt, tools = env.reset({"prompt": "What is 2 ** 64?", "answer": "18446744073709551616"})
         >>> tools[0].schema["function"]["parameters"]["properties"]

@@ -63,7 +63,7 @@ def extracts[V: Callable[..., Any]](extract: Extractor) -> Callable[[V], V]:
 
     >>> @extracts(lambda response: response.strip().lower() or None)
     ... def same_word(task, trace):
-    ...     return float(trace.text.strip().lower() == task["answer"])
+    ...     return float(trace.answer.strip().lower() == task["answer"])
     >>> extractor(same_word)(" Paris")
     'paris'
     """

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import nrl
-from nrl import data
+from nrl import data, tiny
 from nrl.batch import Batch
 from nrl.checkpoint import Checkpoints
 from nrl.data.fingerprints import accept_changed_rows, fingerprint_of
@@ -67,6 +67,18 @@ def test_the_rows_count_and_neither_their_file_nor_its_format(tmp_path: Path) ->
         stream = tasks(source)
         stream.restore(state)
         assert stream.state() == state
+
+
+def test_the_same_rows_of_which_others_are_kept_are_refused() -> None:
+    def at_most(max_tokens: int) -> data.Tasks:
+        long = [*ROWS, {"prompt": "1+1=" * 5, "answer": "2"}]
+        return data.tasks(long, seed=3, chat=False, tokenizer=tiny.tokenizer(), max_tokens=max_tokens)
+
+    before = at_most(30)
+    before.take(4)
+    with pytest.raises(DataError, match="7 tasks of the 8 rows of .* are kept, and 8 were at the checkpoint"):
+        at_most(8).restore(before.state())
+    at_most(40).restore(before.state())
 
 
 def test_a_state_without_a_fingerprint_is_restored() -> None:

@@ -14,6 +14,8 @@ from nrl.envs import (
     Step,
     Trace,
     by_source,
+    choice,
+    constraints,
     exact,
     gated,
     judged,
@@ -182,3 +184,22 @@ def test_forgetting_checks_again() -> None:
     asyncio.run(verify.check_task({"answer": r"\sqrt{3}"}))
     verify.forget()
     assert asyncio.run(verify({"answer": r"\sqrt{3}"}, Trace("", [r"\boxed{\sqrt3}"]))) == Score(1.0)
+
+
+@pytest.mark.parametrize(
+    ("verifier", "task", "why"),
+    [
+        (choice, {"answer": "E", "choices": ["Rome", "Paris"]}, "task['answer'] is 'E', and there are 2 choices"),
+        (choice, {"answer": "zz", "choices": ["Rome", "Paris"]}, "choice: the task's answer is 'zz'"),
+        (choice, {"choices": ["Rome", "Paris"]}, "choice: the task's answer is None"),
+        (constraints, {"constraints": ["nope"]}, "constraints: there is no 'nope'"),
+        (constraints, {"constraints": [{"words": {"least": 5, "most": 3}}]}, "constraints: words does not take"),
+    ],
+)
+def test_choices_and_constraints_are_checked_before_a_run(verifier: Any, task: dict[str, Any], why: str) -> None:
+    check = task_check(verifier)
+    assert check is not None
+    right = {"answer": "B", "choices": ["Rome", "Paris"], "constraints": ["lowercase", {"words": {"most": 3}}]}
+    found = faults_of(check, [task, right])
+    assert list(found) == [0]
+    assert found[0].startswith(why)

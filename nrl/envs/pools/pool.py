@@ -91,7 +91,7 @@ def pooled(
     >>> import asyncio
     >>> from nrl.envs import Trace
     >>> def right(task, trace):
-    ...     return float(trace.text == task["answer"])
+    ...     return float(trace.answer == task["answer"])
     >>> verify = pooled(right, workers=1, timeout=5)
     >>> asyncio.run(verify({"answer": "4"}, Trace("2+2=", ["4"])))
     1.0
@@ -135,7 +135,7 @@ def on(mesh: "Mesh", *, timeout: float | EllipsisType | None = ...) -> _On:
     >>> import asyncio, nrl
     >>> from nrl.envs import Trace
     >>> def right(task, trace):
-    ...     return float(trace.text == task["answer"])
+    ...     return float(trace.answer == task["answer"])
     >>> with nrl.cluster("local") as cluster:
     ...     verify = on(cluster.reserve(2).mesh(name="judges"), timeout=5)(right)
     ...     asyncio.run(verify({"answer": "4"}, Trace("2+2=", ["4"])))

@@ -54,7 +54,7 @@ def tool_use(
     >>> def add(a: int, b: int) -> int:
     ...     '''Add two numbers.'''
     ...     return a + b
-    >>> env = tool_use([tool(add)], lambda task, trace: float(task["answer"] in trace.text))
+    >>> env = tool_use([tool(add)], lambda task, trace: float(task["answer"] in trace.answer))
     >>> state, prompt, tools = env.reset({"prompt": "12+30=", "answer": "42"})
     >>> prompt, [each.name for each in tools]
     ('12+30=', ['add'])
