@@ -1,5 +1,6 @@
 """Sources of several files, compressed files, and JSON arrays."""
 
+import functools
 import gzip
 import json
 from pathlib import Path
@@ -14,6 +15,7 @@ from nrl import data
 from nrl.data.sources import read
 from nrl.errors import DataError
 
+compressed = functools.partial(gzip.compress, mtime=0)  # the same bytes in every process
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(7)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 
@@ -29,14 +31,14 @@ def prompts(source: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("a.jsonl.gz", gzip.compress(LINES)),
-        ("a.jsonl.gz", gzip.compress(LINES[:40]) + gzip.compress(LINES[40:])),  # parts behind each other are one file
+        ("a.jsonl.gz", compressed(LINES)),
+        ("a.jsonl.gz", compressed(LINES[:40]) + compressed(LINES[40:])),  # parts behind each other are one file
         ("a.jsonl.zst", zst(LINES)),
-        ("a.json.gz", gzip.compress(json.dumps(ROWS).encode())),
+        ("a.json.gz", compressed(json.dumps(ROWS).encode())),
         ("a.json", json.dumps(ROWS, indent=2).encode()),
         ("a.json", b"\xef\xbb\xbf\n" + json.dumps(ROWS).encode()),
         ("a.json", LINES),
-        ("a.csv.gz", gzip.compress(("prompt,answer\n" + "".join(f"{n}+1=,{n + 1}\n" for n in range(7))).encode())),
+        ("a.csv.gz", compressed(("prompt,answer\n" + "".join(f"{n}+1=,{n + 1}\n" for n in range(7))).encode())),
         ("a.tsv.zst", zst(("prompt\tanswer\n" + "".join(f"{n}+1=\t{n + 1}\n" for n in range(7))).encode())),
     ],
 )
@@ -49,7 +51,7 @@ def test_compressed_files_and_arrays_have_the_same_rows(tmp_path: Path, name: st
 @pytest.mark.parametrize(
     ("name", "content", "match"),
     [
-        ("a.jsonl.gz", gzip.compress(LINES)[:-20], "read_jsonl: .*a.jsonl.gz cannot be decompressed "),
+        ("a.jsonl.gz", compressed(LINES)[:-20], "read_jsonl: .*a.jsonl.gz cannot be decompressed "),
         ("a.jsonl.gz", LINES, "read_jsonl: .*a.jsonl.gz cannot be decompressed "),
         ("a.jsonl.zst", zst(LINES)[:20], "read_jsonl: .*a.jsonl.zst "),
         ("a.csv.zst", LINES, "read_csv: .*a.csv.zst cannot be decompressed "),
@@ -62,7 +64,7 @@ def test_compressed_files_and_arrays_have_the_same_rows(tmp_path: Path, name: st
             b'["\xff"]',
             r"read_json: .*a.json: invalid UTF-8 \(byte 0xff at position 2\); save the file as UTF",
         ),
-        ("a.parquet.gz", gzip.compress(LINES), "read_parquet: .*a.parquet.gz is no whole Parquet file"),
+        ("a.parquet.gz", compressed(LINES), "read_parquet: .*a.parquet.gz is no whole Parquet file"),
     ],
 )
 def test_files_that_cannot_be_used(tmp_path: Path, name: str, content: bytes, match: str) -> None:
@@ -73,7 +75,7 @@ def test_files_that_cannot_be_used(tmp_path: Path, name: str, content: bytes, ma
 
 def parts(folder: Path) -> list[Path]:
     """The rows in three files of three kinds."""
-    (folder / "part-2.jsonl.gz").write_bytes(gzip.compress(LINES[LINES.index(b'{"prompt": "4') :]))
+    (folder / "part-2.jsonl.gz").write_bytes(compressed(LINES[LINES.index(b'{"prompt": "4') :]))
     (folder / "part-0.json").write_text(json.dumps(ROWS[:2]))
     pq.write_table(pa.Table.from_pylist(ROWS[2:4]), folder / "part-1.parquet")
     return sorted(folder.glob("part-*"))
