@@ -12,7 +12,7 @@ from nrl.arguments import checked
 from nrl.backends.samplers import Inflight, Probed, Sampler, capabilities
 from nrl.backends.sampling.weights import Weights
 from nrl.backends.training.states import Params
-from nrl.errors import ArgumentError, ConsumedState, ModelError, PlacementError, WeightMismatch
+from nrl.errors import ConsumedState, ModelError, PlacementError, WeightMismatch
 from nrl.runtime.mesh.placement import Mesh
 from nrl.runtime.trace import timeline
 
@@ -49,7 +49,7 @@ def publish(params: Params, sampler: Sampler, inflight: Inflight = "wait") -> in
             publish succeeds.
         ModelError: the sampler has an adapter, and these params are not the same adapter on the same base.
         PlacementError: the sampler samples early (`nrl.ahead`), and shares GPUs with the trainer.
-        ValueError: there is no such ``inflight``.
+        ArgumentError: an argument is of another kind, or there is no such ``inflight``.
 
     >>> import nrl
     >>> from nrl import tiny
@@ -67,8 +67,6 @@ def publish(params: Params, sampler: Sampler, inflight: Inflight = "wait") -> in
             "publish: these params were borrowed from a state that a step has consumed; publish(state.params, sampler) "
             "with the state that the step returned"
         )
-    if inflight not in ("wait", "keep", "abort"):
-        raise ArgumentError(f"publish: inflight is {inflight!r}; it is 'wait', 'keep' or 'abort'")
     _check_lag(params.handle.mesh, sampler)
     # Other weights, such as a reference's, count on from the sampler's version, or two would share a number
     version = params.version if params.published else max(params.version, sampler.version) + 1

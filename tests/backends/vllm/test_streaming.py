@@ -25,7 +25,7 @@ from nrl.backends.sampling.pool import StreamingEnginePool
 from nrl.backends.sampling.seat import Seat
 from nrl.batch import Batch
 from nrl.envs import Environment, Step, Task
-from nrl.errors import LostRequest
+from nrl.errors import ArgumentError, LostRequest
 from nrl.runtime import Cluster, P, shard_map
 from tests.meshes import end
 from tests.processes import settled
@@ -159,8 +159,9 @@ def test_engines_forget_what_is_cut(pair: Pair) -> None:
 
 
 def test_there_is_no_other_way(pair: Pair) -> None:
-    with pytest.raises(ValueError, match="inflight is 'drop'; it is 'wait', 'keep' or 'abort'"):
+    with pytest.raises(ArgumentError, match="inflight is 'drop'; give 'wait' or 'keep' or 'abort'") as raised:
         nrl.publish(pair.params[0], pair.sampler, "drop")  # type: ignore[arg-type]
+    assert raised.value.argument == "inflight"
 
 
 # an engine that is killed
