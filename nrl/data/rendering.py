@@ -18,6 +18,7 @@ from nrl.data.messages import canonical_messages, canonical_prompt, is_chat
 from nrl.data.templates import TODAY, render_chat, run_template, template_of, templated
 from nrl.data.turn_ends import TurnEnds, turn_ends
 from nrl.envs.contract import Message, Prompt
+from nrl.envs.replies import opening_mark
 from nrl.errors import DataError, ModelError
 
 __all__ = ["answered", "render"]
@@ -142,22 +143,20 @@ def _as_message(prompt: Prompt, answer: str, ends: TurnEnds, tokenizer: Any, too
     except (DataError, ModelError):
         return None
     start, stop = spans[0][0], spans[-1][1]
-    opened = _OPENED.search(chat.text[max(start - _LONGEST, 0) : start])
-    own = (opened[0] if opened else "") + chat.text[start:stop]
+    own = opening_mark(chat.text[max(start - _LONGEST, 0) : start]) + chat.text[start:stop]
     whole = "".join(content.split()) in "".join(own.split())
     return (chat, spans) if whole and own.endswith(end) else None
 
 
-_OPENED = re.compile(r"(<think>|\[THINK\])\s*\Z")
 _LONGEST = 64  # characters of what opens the reasoning, and of the white space behind it
 
 
 def _unopened(answer: str, before: Sequence[int], tokenizer: Any) -> str:
     """An answer without the mark that opens its reasoning, where the generation prompt has it already."""
-    opened = _OPENED.search(tokenizer.decode(before[-_LONGEST:]))
-    if opened is None or not answer.lstrip().startswith(opened[1]):
+    opened = opening_mark(tokenizer.decode(before[-_LONGEST:]))
+    if not opened or not answer.lstrip().startswith(opened.rstrip()):
         return answer
-    return answer.removeprefix(opened[0]) if answer.startswith(opened[0]) else answer.lstrip().removeprefix(opened[1])
+    return answer.removeprefix(opened) if answer.startswith(opened) else answer.lstrip().removeprefix(opened.rstrip())
 
 
 def _conversation(prompt: Prompt, answer: Sequence[Message], tokenizer: Any, tools: _Tools) -> _Turns:
