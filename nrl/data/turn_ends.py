@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 from nrl.data.templates import template_of, templated
 from nrl.errors import DataError
 
-__all__ = ["TurnEnds", "turn_ends"]
+__all__ = ["TurnEnds", "special_tokens", "turn_ends"]
 
 type _Tools = Sequence[Mapping[str, Any]] | None
 
@@ -41,7 +41,7 @@ class TurnEnds(NamedTuple):
 
     def find(self, own: str, tokenizer: Any) -> int:
         """Where a turn ends within what the template wrote for it; -1: nowhere."""
-        special = sorted(_special(tokenizer), key=len, reverse=True)
+        special = sorted(special_tokens(tokenizer).values(), key=len, reverse=True)
         for end in filter(None, (self.answer, self.call)):
             if (at := own.rfind(end)) >= 0:
                 behind = re.sub("|".join(map(re.escape, special)) or "(?!)", "", own[at + len(end) :])
@@ -89,7 +89,8 @@ def _probed_ends(tokenizer: Any, tools: _Tools) -> TurnEnds:
         found = [(at, -len(token)) for token in added if (at := text.find(token)) >= 0]
         return text[: min(found)[0] - min(found)[1]] if found else ""
 
-    special, every = _special(tokenizer), {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+    special = set(special_tokens(tokenizer).values())
+    every = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
     own = first(behind(answer), every) or behind(answer).rstrip()
     ends = TurnEnds(own or first(behind(answer, ask), special), "", written=bool(own))
     ends = ends._replace(call=ends.answer)
@@ -109,7 +110,7 @@ def _probed_ends(tokenizer: Any, tools: _Tools) -> TurnEnds:
     return ends
 
 
-def _special(tokenizer: Any) -> set[str]:
-    return {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} | {
-        *tokenizer.all_special_tokens
-    }
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """Return the special tokens, as ids and as texts. Marks such as <think> are tokens of some tokenizers, but text."""
+    added = {token: str(text) for token, text in tokenizer.added_tokens_decoder.items() if text.special}
+    return added | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))

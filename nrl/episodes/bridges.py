@@ -19,6 +19,7 @@ from nrl.data.encoding import encode
 from nrl.data.forms import as_taken
 from nrl.data.messages import REASONING
 from nrl.data.templates import render_chat, templated
+from nrl.data.turn_ends import special_tokens
 from nrl.errors import DataError
 
 __all__ = ["FORKS", "Extension", "Fork", "Reason", "Sampled", "bridge", "continues", "extend", "in_common"]
@@ -182,7 +183,7 @@ def bridge(
     if not _holds(before, own, turn, last, tokenizer):
         said = tokenizer.decode(turn, skip_special_tokens=True)
         return _fork(history, f"message {len(history) - 1} as {_shown(own)}, which leaves out some of {_shown(said)}")
-    special = _special(tokenizer)
+    special = special_tokens(tokenizer)
     ids = encode(chat.part(len(after) - len(tail)), tokenizer, max_tokens, continues=True)
     end = next((at for at, token in enumerate(ids) if token in special), len(ids))
     after_end = next((n for n, token in enumerate(reversed(turn), 1) if ids[end : end + 1] == [token]), 0)
@@ -339,7 +340,7 @@ def _tail(
     if not (alone.startswith(before) and after.startswith(alone)):
         return None
     own = alone[len(before) :].rstrip()
-    end = max((text for text in _special(tokenizer).values() if own.endswith(text)), key=len, default="")
+    end = max((text for text in special_tokens(tokenizer).values() if own.endswith(text)), key=len, default="")
     return after[len(before) + len(own) - len(end) :]
 
 
@@ -379,12 +380,6 @@ def _texts(message: Mapping[str, Any]) -> Iterator[str]:
 def _squeezed(text: str) -> str:
     """A text without white space, in the composed form that some tokenizers make of it."""
     return "".join(unicodedata.normalize("NFC", text).split())
-
-
-def _special(tokenizer: Any) -> dict[int, str]:
-    """The special tokens, as ids and as texts. Marks such as <think> are tokens of some tokenizers, too, but text."""
-    added = {token: str(text) for token, text in tokenizer.added_tokens_decoder.items() if text.special}
-    return added | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
 
 
 def _fork(history: Sequence[Mapping[str, Any]], found: str) -> Fork:
