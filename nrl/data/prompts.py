@@ -149,7 +149,8 @@ def _canonical(row: Task, place: str, filled: bool) -> dict[str, Any]:
 
 def _prompt(row: Mapping[str, Any], place: str) -> Any:
     pair = all(isinstance(row.get(side), list | tuple) for side in ("chosen", "rejected"))
-    whole = pair or (row.get("messages") is not None and len(row["messages"]) > 0)
+    messages = row.get("messages")
+    whole = pair or (isinstance(messages, str | list | tuple) and len(messages) > 0)
     given = [key for key in PROMPT_KEYS if row.get(key) is not None]
     key = next((key for key in given if not (whole and isinstance(row[key], str | list) and not row[key])), None)
     if key is None and pair:

@@ -325,15 +325,18 @@ def test_any_damage_to_a_parquet_file_is_rows_or_a_data_error(tmp_path: Path, ch
             assert all(isinstance(row, dict) for row in found)
 
 
+KEYS = ["role", "content", "prompt", "messages", "from", "value", "tool_calls", "function", "name", "arguments", "type"]
 VALUES: Any = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(["role", "content", "prompt", "messages", "chosen", "rejected"]), inner, max_size=3
-        )
-    ),
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(["user", "tool"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=3),
     max_leaves=12,
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "system", "tool", "developer"]) | VALUES, "content": VALUES},
+        optional=dict.fromkeys(("tool_calls", "reasoning", "thinking", "weight", "name"), VALUES),
+    ),
+    max_size=4,
 )
 FIELDS = [
     "prompt",
@@ -346,12 +349,17 @@ FIELDS = [
     "answers",
     "context",
     "response1",
+    "system",
+    "tools",
+    "conversations",
+    "instruction",
+    "completion",
 ]
 CHATS = tiny.bpe(["user assistant"], vocab_size=270)
 
 
 @settings(max_examples=400)
-@given(st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=5), st.sampled_from([None, *data.FORMATS]))
+@given(st.dictionaries(st.sampled_from(FIELDS), VALUES | MESSAGES, max_size=5), st.sampled_from([None, *data.FORMATS]))
 def test_any_row_is_used_or_a_data_error(row: dict[str, Any], format: str | None) -> None:
     for use in (
         lambda: data.tasks([row], format=format).take(1),
