@@ -231,11 +231,11 @@ def colours_of_phases(page: Page) -> list[dict[str, str]]:
 def test_a_phase_has_one_colour_in_all_charts(out: Path, opened: Opened) -> None:
     times = {"time/rollout": 1.0, "time/train": 2.0, "time/total": 3.0}
     write(out / "metrics.jsonl", [{"step": i, "reward": i, "time/publish": 0.5} | times for i in range(20, 22)])
-    write(out / "warmup.jsonl", [{"step": i} | times for i in range(3, 5)])
+    write(out / "warmup.jsonl", [{"step": i} | times for i in range(20, 22)])
     with timeline.recording(out):
-        for loop in ("train", "warmup"):
-            timeline.record(timeline.DRIVER, 0, "save", 103.0, 104.0)
-            timeline.record(timeline.DRIVER, 0, f"{loop} 3", 100.0, 110.0, loop=loop)
+        for loop, start in (("train", 100.0), ("warmup", 200.0)):
+            timeline.record(timeline.DRIVER, 0, "save", start + 3.0, start + 4.0)
+            timeline.record(timeline.DRIVER, 0, f"{loop} 20", start, start + 10.0, loop=loop)
     train, warmup = colours_of_phases(opened(out))
     assert [*train] == ["rollout", "train", "publish", "save"]
     assert [*warmup] == ["data", "train", "save"]
