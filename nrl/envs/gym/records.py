@@ -229,7 +229,7 @@ class Extracted(Struct):
     found: Any
 
 
-class Info(Struct):
+class Info(Struct, omit_defaults=True):
     """What a server has.
 
     Args:
@@ -242,7 +242,7 @@ class Info(Struct):
         extracts: whether it says what it reads in an answer.
         timeout: seconds that a call may take; null: no limit, or it depends on the task.
         lease: seconds for which an episode is kept that nobody asks for.
-        num_rewards: how many rewards an episode has, 0 for one number; null: that is not declared.
+        num_rewards: how many rewards an episode has, 0 for one number; left out where that is not declared.
     """
 
     protocol: int
