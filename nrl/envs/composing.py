@@ -23,6 +23,7 @@ from nrl.envs.contract import (
     Verdict,
     Verifier,
     asynchronous,
+    declared_rewards,
     judges_group,
     mapped,
     settled,
@@ -30,7 +31,7 @@ from nrl.envs.contract import (
 )
 from nrl.envs.references import TaskCheck, task_check
 from nrl.envs.return_values import is_reset, score_of, verdicts_of
-from nrl.errors import EnvError
+from nrl.errors import ArgumentError, EnvError
 
 __all__ = ["by_source", "gated", "judged", "of_group", "product", "single_turn", "weighted"]
 
@@ -81,7 +82,12 @@ def single_turn(verifier: Verifier, *, timeout: float | EllipsisType | None = ..
 
     seconds = getattr(verifier, "timeout", TIMEOUT) if isinstance(timeout, EllipsisType) else timeout
     return Environment(
-        reset, later if asynchronous(verifier) else step, timeout=seconds, tasks=own, check_task=task_check(verifier)
+        reset,
+        later if asynchronous(verifier) else step,
+        timeout=seconds,
+        tasks=own,
+        check_task=task_check(verifier),
+        num_rewards=declared_rewards(verifier),
     )
 
 
@@ -106,7 +112,9 @@ def judged(env: Env, verifier: Verifier) -> Environment:
     """
     close, timeout = getattr(env, "close", None), getattr(env, "timeout", TIMEOUT)
     tasks, check = getattr(env, "tasks", None), _first_fault([env, verifier])
-    return Environment(env.reset, env.step, close, verifier, timeout, tasks, check)
+    declared = declared_rewards(verifier)
+    num_rewards = declared_rewards(env) if declared is None else declared
+    return Environment(env.reset, env.step, close, verifier, timeout, tasks, check, num_rewards)
 
 
 def by_source(*envs: Env) -> Environment:
@@ -121,7 +129,8 @@ def by_source(*envs: Env) -> Environment:
 
     Raises:
         EnvError: by `reset`, if a task has no ``"source"``, or one without an environment.
-        ValueError: an environment's timeout is no positive number.
+        ArgumentError: an environment's timeout is no positive number, or two environments declare different numbers
+            of rewards.
 
     >>> sums, letters = (single_turn(lambda task, trace, x=x: x) for x in (1.0, 2.0))
     >>> env = by_source(sums, letters)
@@ -180,8 +189,16 @@ def by_source(*envs: Env) -> Environment:
         check = checks[task["source"]]
         return None if check is None else check(task)
 
+    declared = {place: number for place, env in enumerate(envs) if (number := declared_rewards(env)) is not None}
+    if len(set(declared.values())) > 1:
+        numbers = ", ".join(f"{number} (environment {place})" for place, number in declared.items())
+        raise ArgumentError(
+            f"by_source: the environments declare different num_rewards: {numbers}; rows of a batch have as many "
+            "rewards, so give all environments as many"
+        )
+    num_rewards = next(iter(declared.values()), None)
     found = Environment(reset, step, close if closes else None, verifier if verifies else None, timeout)
-    return found._replace(check_task=check_task) if any(checks) else found
+    return found._replace(check_task=check_task if any(checks) else None, num_rewards=num_rewards)
 
 
 async def _later(state: Task, reward: Awaitable[Verdict]) -> Step:
@@ -287,7 +304,9 @@ def gated(gate: Verifier, verifier: Verifier, otherwise: float = 0.0) -> Verifie
 
         return mapped(_each(verifier, task, passed), filled) if passed else closed
 
-    return _composed([gate, verifier], one, group)
+    made: Any = _composed([gate, verifier], one, group)
+    made.num_rewards = declared_rewards(verifier)
+    return made  # type: ignore[no-any-return]
 
 
 def _combined(verifiers: Sequence[Verifier], combine: Callable[[Sequence[Score]], Score]) -> Verifier:

@@ -38,6 +38,7 @@ __all__ = [
     "Verifier",
     "alike",
     "asynchronous",
+    "declared_rewards",
     "is_env",
     "judges_group",
     "mapped",
@@ -329,6 +330,9 @@ class Environment(NamedTuple):
             None: they come from elsewhere.
         check_task: ``task -> why no answer to it can be right``, or None where one can; plain or ``async``. It is asked
             before a run (`nrl.envs.references`). None: the verifier's own, if that has one.
+        num_rewards: how many rewards an episode has, which is how many columns they are; 0 where the reward is one
+            number. An episode with another number of rewards is invalid, but 0 stands for as many zeros. None: the
+            verifier's own, if that has one; else the number that most episodes of the first batch have.
 
     Guess a number; the state is the number and how many turns are left.
 
@@ -353,6 +357,7 @@ class Environment(NamedTuple):
     timeout: float | Callable[[Task], float | None] | None = TIMEOUT
     tasks: Callable[[int, int], Task] | None = None
     check_task: Callable[[Task], str | Awaitable[str | None] | None] | None = None
+    num_rewards: int | None = None
 
 
 def text_of(prompt: Any) -> str:
@@ -398,6 +403,34 @@ def timeout_of(env: Env, task: Task) -> float | None:
     if seconds is not None and not (isinstance(seconds, Real) and not isinstance(seconds, bool) and seconds > 0):
         raise ArgumentError(f"rollout: the environment's timeout is {seconds}; give seconds, or None for no limit")
     return seconds
+
+
+def declared_rewards(part: Any) -> int | None:
+    """Return the ``num_rewards`` of a verifier or an environment; of an environment without one, its verifier's.
+
+    Returns:
+        How many rewards an episode has; 0: the reward is one number; None: nothing is declared.
+
+    Raises:
+        ArgumentError: it is no such integer.
+
+    >>> def judge(task, trace):
+    ...     return [1.0, 0.5]
+    >>> judge.num_rewards = 2
+    >>> declared_rewards(judge), declared_rewards(len)
+    (2, None)
+    """
+    declared = getattr(part, "num_rewards", None)
+    if declared is None:
+        verifier = getattr(part, "verifier", None)
+        return None if verifier is None else declared_rewards(verifier)
+    if not isinstance(declared, int) or isinstance(declared, bool) or declared < 0:
+        raise ArgumentError(
+            f"num_rewards is {declared!r:.80}; give how many rewards an episode has, 0 for a reward that is one "
+            "number, or None",
+            "num_rewards",
+        )
+    return declared
 
 
 def asynchronous(fn: Any) -> bool:

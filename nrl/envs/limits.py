@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from nrl.envs.contract import TIMEOUT, Env, Environment, Step, Task, Turn, alike, mapped
+from nrl.envs.contract import TIMEOUT, Env, Environment, Step, Task, Turn, alike, declared_rewards, mapped
 from nrl.envs.return_values import is_reset
 from nrl.errors import ArgumentError
 
@@ -94,4 +94,5 @@ def limited(
     verifier, tasks = getattr(env, "verifier", None), getattr(env, "tasks", None)
     timeout = getattr(env, "timeout", TIMEOUT)
     check = getattr(env, "check_task", None)
-    return Environment(alike(env.reset, reset), alike(env.step, step), close, verifier, timeout, tasks, check)
+    steps, num_rewards = alike(env.step, step), declared_rewards(env)
+    return Environment(alike(env.reset, reset), steps, close, verifier, timeout, tasks, check, num_rewards)

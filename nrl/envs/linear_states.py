@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import attrs
 
-from nrl.envs.contract import TIMEOUT, Env, Environment, Step, Task, Turn, alike, mapped
+from nrl.envs.contract import TIMEOUT, Env, Environment, Step, Task, Turn, alike, declared_rewards, mapped
 from nrl.envs.return_values import is_reset
 from nrl.errors import ArgumentError, ConsumedState, EnvError, ForeignState
 
@@ -106,7 +106,8 @@ before 'a'). Go on from the state that the first call returned, or reset for ano
     closes = close if own_close is None else alike(own_close, close)
     timeout = getattr(env, "timeout", TIMEOUT)
     check = getattr(env, "check_task", None)
-    return Environment(alike(env.reset, reset), alike(env.step, step), closes, verifier, timeout, tasks, check)
+    steps, num_rewards = alike(env.step, step), declared_rewards(env)
+    return Environment(alike(env.reset, reset), steps, closes, verifier, timeout, tasks, check, num_rewards)
 
 
 class _Act:

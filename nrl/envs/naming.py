@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_type_hints
 
-from nrl.envs.contract import Env, Environment, Verifier, is_env
+from nrl.envs.contract import Env, Environment, Verifier, declared_rewards, is_env
 from nrl.errors import ArgumentError, ConfigError, NrlError
 
 __all__ = ["named"]
@@ -149,7 +149,8 @@ def _limited(who: str, found: Any, seconds: Any) -> Verifier | Env:
         raise ConfigError(f"{who}: timeout is {seconds!r}; give seconds, or null for no limit")
     if is_env(found):
         close, verifier, tasks = (getattr(found, each, None) for each in ("close", "verifier", "tasks"))
-        return Environment(found.reset, found.step, close, verifier, seconds, tasks, getattr(found, "check_task", None))
+        check, num_rewards = getattr(found, "check_task", None), declared_rewards(found)
+        return Environment(found.reset, found.step, close, verifier, seconds, tasks, check, num_rewards)
     limited = functools.update_wrapper(functools.partial(found), found)
     limited.timeout = seconds  # type: ignore[attr-defined]
     return limited

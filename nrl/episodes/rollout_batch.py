@@ -10,6 +10,7 @@ from nrl.backends.base import Sampling
 from nrl.backends.samplers import Sampler
 from nrl.batch import Batch
 from nrl.envs import Env, Task
+from nrl.envs.contract import declared_rewards
 from nrl.envs.user_code.threads import stuck
 from nrl.episodes.episode import Episode
 from nrl.episodes.groups import Group
@@ -91,10 +92,11 @@ def played(
     """What `rollout` gives, and the episodes of each task, which know texts besides: why one failed, what was said."""
     if not tasks or n < 1:
         raise DataError(f"rollout: {len(tasks)} tasks with n={n}; there must be at least one of each")
+    declared = declared_rewards(env)
     running = Running(sampler, env, n, sampling, seed, Schedule.bounded("rollout", concurrency))
     try:
         groups = running.play(list(enumerate(tasks, first_group)), len(tasks))
-        batch = batch_of(groups, sampler, sampling, running.schedule)
+        batch = batch_of(groups, sampler, sampling, running.schedule, declared=declared)
         return batch, [[episode for _, episode in group.ended] for group in groups]
     finally:
         running.close()
@@ -106,9 +108,10 @@ def batch_of(
     sampling: Sampling | None,
     schedule: Schedule,
     num_rewards: int | None = None,
+    declared: int | None = None,
 ) -> Batch:
     """Return the rows of groups (`rows_of`), and warn where episodes failed or ended within their reasoning."""
-    batch = rows_of(groups, sampler, sampling, schedule, num_rewards)
+    batch = rows_of(groups, sampler, sampling, schedule, num_rewards, declared)
     ended = [episode for group in groups for _, episode in group.ended]
     _warn([episode.failure for episode in ended if episode.failure and not episode.cut], len(ended))
     answered = [episode for episode in ended if episode.turns and not episode.cut]

@@ -13,6 +13,7 @@ from nrl.backends.base import Sampling
 from nrl.backends.samplers import Sampler, capabilities
 from nrl.batch import Batch
 from nrl.envs import Env, Task
+from nrl.envs.contract import declared_rewards
 from nrl.episodes.episode import Episode
 from nrl.episodes.groups import Group
 from nrl.episodes.lengths import check_answer_length
@@ -156,6 +157,7 @@ def _stream(given: _Rolled, schedule: Schedule) -> Source[Batch]:
     sampler, _, tasks, n, sampling, *_ = given
     at = _Place()
     streaks: dict[int, _Streak] = {}  # by source
+    declared = declared_rewards(given.env)
     num_rewards: int | None = None  # of an episode, once one was valid
 
     def take(count: int) -> list[Batch]:
@@ -171,7 +173,7 @@ def _stream(given: _Rolled, schedule: Schedule) -> Source[Batch]:
         at.begun = [each for each in at.begun if each[0] in still]
         if not at.begun:
             at.end()
-        batch = batch_of(groups, sampler, sampling, schedule, num_rewards)
+        batch = batch_of(groups, sampler, sampling, schedule, num_rewards, declared)
         if bool(batch["valid"].any()):
             num_rewards = batch["rewards"].shape[1] if batch["rewards"].ndim > 1 else 0
         check(groups)

@@ -30,6 +30,7 @@ def rows_of(
     sampling: Sampling | None,
     schedule: Schedule,
     num_rewards: int | None = None,
+    declared: int | None = None,
 ) -> Batch:
     """The rows of groups, group after group, with the columns that `nrl.rollout` names.
 
@@ -39,9 +40,10 @@ def rows_of(
         sampling: instead of the sampler's own.
         schedule: by which they ended.
         num_rewards: of an episode, 0 where that is one number; the others fail. None: as many as most episodes have.
+        declared: the same as the environment declares it, which comes first.
     """
     ended = [(group, place, episode) for group in groups for place, episode in group.ended]
-    num_rewards = _check_rewards([episode for *_, episode in ended], num_rewards)
+    num_rewards = _check_rewards([episode for *_, episode in ended], num_rewards, declared)
     every = [(group, place, row) for group, place, episode in ended for row in episode.rows()]
     flat, numbers = [row for *_, row in every], torch.tensor([group.number for group, *_ in every])
     batch = _rows(flat, sampler.version, (sampling or sampler.sampling).temperature, num_rewards)
@@ -72,12 +74,22 @@ def _left_out(groups: Sequence[Group], numbers: Tensor) -> dict[str, Tensor]:
     return found
 
 
-def _check_rewards(episodes: Sequence[Episode], num_rewards: int | None) -> int:
+def _check_rewards(episodes: Sequence[Episode], num_rewards: int | None, declared: int | None) -> int:
     """Fail the episodes that have another number of rewards than the others, since rows must agree in it.
 
     Where none is the most frequent one, nothing says which is right, so all of them fail. The order of the episodes
-    changes nothing.
+    changes nothing. Where several are declared, an episode without any reward has as many zeros.
     """
+    if declared is not None:
+        for episode in episodes:
+            if episode.failure is None and declared and episode.reward == 0:
+                episode.reward = (0.0,) * declared
+            elif episode.failure is None and _num_rewards(episode) != declared:
+                episode.fail(
+                    f"EnvError: the reward is {episode.reward}, and the environment declares num_rewards={declared}; "
+                    f"return {f'{declared} rewards' if declared else 'one number'}, or change num_rewards"
+                )
+        return declared
     sizes = Counter(_num_rewards(episode) for episode in episodes if episode.failure is None)
     (most, count), (_, next_count) = [*sizes.most_common(2), (0, 0), (0, 0)][:2]
     undecided = num_rewards is None and count > 0 and next_count == count

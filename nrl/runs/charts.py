@@ -4,8 +4,9 @@ A chart is a dict for ``report.html.jinja``: paths and ticks in the chart's own 
 the script that shows them under the pointer.
 """
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ __all__ = [
     "heatmap",
     "measured",
     "number",
+    "phase_colors",
     "precise",
     "stack",
 ]
@@ -51,12 +53,28 @@ class Histogram(NamedTuple):
 
 
 class Axis:
-    """Places of values between ``start`` and ``end``; a single value is in the middle."""
+    """Places of values between ``start`` and ``end``; a single value is in the middle.
 
-    def __init__(self, low: float, high: float, start: float, end: float) -> None:
+    Args:
+        low: the lowest value.
+        high: the highest value.
+        start: the place of the lowest value.
+        end: the place of the highest value.
+        width: the least difference between the values at both ends. An axis that is widened to it begins or ends at 0
+            where it would cross 0 and the values do not.
+    """
+
+    def __init__(self, low: float, high: float, start: float, end: float, width: float = 0.0) -> None:
         if high - low <= NOISE * max(abs(low), abs(high)):
             margin = 0.5 if float(low).is_integer() and abs(low) < 1e6 else abs(low) / 10
             low, high = low - margin, high + margin
+        elif high - low < width:
+            middle = (low + high) / 2
+            if low >= 0:
+                middle = max(middle, width / 2)
+            elif high <= 0:
+                middle = min(middle, -width / 2)
+            low, high = middle - width / 2, middle + width / 2
         self.low, self.high, self.start, self.end = low, high, start, end
 
     def __call__(self, values: Any) -> Any:
@@ -104,6 +122,15 @@ def measured(value: Any) -> float:
     return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else math.nan
 
 
+def _axis_of_values(name: str, low: float, high: float, start: float, end: float) -> Axis:
+    """Return the axis of a metric's values, on which rounding looks flat.
+
+    Rounding moves extremes and sums of about 1 by up to 10 `NOISE`, and large values by up to `NOISE` of their size.
+    The axis is at least 10 times as wide.
+    """
+    return Axis(low, high, start, end, max(100 * noise_limit(name), 10 * NOISE * max(abs(low), abs(high))))
+
+
 def _chart(kind: str, name: str, x: Axis, y: Axis, steps: Array, series: Mapping[str, Array]) -> dict[str, Any]:
     return {
         "kind": kind,
@@ -123,7 +150,7 @@ def curve(name: str, steps: Array, values: Array, x: Axis) -> dict[str, Any]:
     """A line through the values, broken where they are not finite. Many values get a line of their moving mean, too."""
     finite = np.isfinite(values)
     low, high = float(values[finite].min()), float(values[finite].max())
-    y = Axis(low, high, _BOTTOM - 6, _TOP + 6)
+    y = _axis_of_values(name, low, high, _BOTTOM - 6, _TOP + 6)
     kept = _thinned(values)
     window = max(5, int(finite.sum()) // 20) | 1
     smooth = finite.sum() >= 50 and high - low > NOISE * max(abs(low), abs(high))
@@ -184,6 +211,33 @@ def bars(name: str, edges: Array, counts: Array, x: Axis) -> dict[str, Any]:
     return chart | {"x": x.ticks(5), "areas": ["", path], "last": f"{int(counts.sum())} tasks"}
 
 
+# Variables of report.css, so that they fit the page by day and by night
+_PHASE_COLORS = {
+    "rollout": "var(--second)",
+    "train": "var(--ink)",
+    "publish": "var(--third)",
+    "save": "var(--fourth)",
+    "data": "var(--fifth)",
+}
+# Chosen one after the other, each as far as possible (in CIELAB) from those above and before it
+_OTHER_COLORS = (
+    "#20b620", "#d93826", "#635136", "#d926d9", "#628217", "#176282",
+    "#c9a99c", "#6e26d9", "#1c9c4f", "#c9695e", "#26b5d9", "#a7b474",
+)  # fmt: skip
+
+
+def phase_colors(names: Iterable[str]) -> dict[str, str]:
+    """Return the color of each phase, in CSS: its own for a phase of nrl's loops, else the next of 12 others.
+
+    A page has one such mapping, so that a phase has the same color in all of its charts.
+
+    >>> phase_colors(["train", "sort", "train", "data"])
+    {'train': 'var(--ink)', 'sort': '#20b620', 'data': 'var(--fifth)'}
+    """
+    others = itertools.cycle(_OTHER_COLORS)
+    return {name: _PHASE_COLORS.get(name) or next(others) for name in dict.fromkeys(names)}
+
+
 def stack(phases: Mapping[str, Series], x: Axis) -> dict[str, Any]:
     """Seconds of each phase, one upon the other."""
     steps = np.unique(np.concatenate([some for some, _ in phases.values()]))
@@ -200,7 +254,8 @@ def stack(phases: Mapping[str, Series], x: Axis) -> dict[str, Any]:
 
 def heatmap(name: str, histograms: Sequence[Histogram], x: Axis) -> dict[str, Any]:
     """For each few steps, the share of rows in each bin of a common scale: the more, the darker."""
-    y = Axis(min(each.low for each in histograms), max(each.high for each in histograms), _BOTTOM, _TOP)
+    low, high = min(each.low for each in histograms), max(each.high for each in histograms)
+    y = _axis_of_values(name, low, high, _BOTTOM, _TOP)
     edges = np.linspace(y.low, y.high, _BINS + 1)
     parts = np.array_split(np.arange(len(histograms)), min(len(histograms), _COLUMNS))
     columns = np.array([np.sum([_rebinned(histograms[i], edges) for i in part], axis=0) for part in parts])

@@ -108,6 +108,7 @@ def write_page(
         config=redact(config.read_text(encoding="utf-8", errors="replace")) if config.is_file() else "",
         timeline=calls,
         loops=loops,
+        colors=charts.phase_colors(label for part in loops for chart in part["times"] for label in chart["legend"]),
         box=charts.BOX,
         narrow=charts.NARROW,
         hidden=_HIDDEN,

@@ -1,5 +1,6 @@
 """The page of a run, as headless Chromium shows it, with no network."""
 
+import itertools
 import json
 import math
 import os
@@ -20,7 +21,8 @@ from nrl.episodes.sample_records import samples
 from nrl.errors import DataError
 from nrl.log import JsonLines
 from nrl.runs import charts, shown_rows
-from nrl.runs.reporting import report
+from nrl.runs.charts import Array
+from nrl.runs.reporting import report, write_page
 from nrl.runtime.trace import timeline
 
 FLAGS = [
@@ -200,6 +202,63 @@ def test_phases_are_stacked(out: Path, opened: Opened) -> None:
     rollout, train = (box(figure.locator(f"path.area{i}")) for i in (0, 1))
     assert train["height"] == pytest.approx(2 * rollout["height"], rel=0.02)  # 2 s and 1 s
     assert train["y"] + train["height"] == pytest.approx(rollout["y"], abs=0.5)
+
+
+def lab(colour: str) -> Array:
+    """An sRGB colour as lightness and two opponent axes, between which distances are those that a person sees."""
+    rgb = np.array([float(x) for x in re.findall(r"[\d.]+", colour)[:3]]) / 255
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+    ratios = to_xyz @ linear / np.array([0.9505, 1.0, 1.089])
+    x, y, z = np.where(ratios > 0.008856, np.cbrt(ratios), 7.787 * ratios + 16 / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+def colours_of_phases(page: Page) -> list[dict[str, str]]:
+    """For each chart of times, the colour of each phase, which is the same in the chart and in its legend."""
+    found = []
+    for figure in page.locator('figure:has(b[title="time, s"])').all():
+        labels = figure.locator("small:has(.key)").all_inner_texts()
+        keys = [background(key) for key in figure.locator(".key").all()]
+        areas = [
+            str(area.evaluate("each => getComputedStyle(each).fill")) for area in figure.locator("svg > path").all()
+        ]
+        assert [area for area in areas if area in keys] == keys
+        found.append(dict(zip(labels, keys, strict=True)))
+    return found
+
+
+def test_a_phase_has_one_colour_in_all_charts(out: Path, opened: Opened) -> None:
+    times = {"time/rollout": 1.0, "time/train": 2.0, "time/total": 3.0}
+    write(out / "metrics.jsonl", [{"step": i, "reward": i, "time/publish": 0.5} | times for i in range(20, 22)])
+    write(out / "warmup.jsonl", [{"step": i} | times for i in range(20, 22)])
+    with timeline.recording(out):
+        for loop, start in (("train", 100.0), ("warmup", 200.0)):
+            timeline.record(timeline.DRIVER, 0, "save", start + 3.0, start + 4.0)
+            timeline.record(timeline.DRIVER, 0, f"{loop} 20", start, start + 10.0, loop=loop)
+    train, warmup = colours_of_phases(opened(out))
+    assert [*train] == ["rollout", "train", "publish", "save"]
+    assert [*warmup] == ["data", "train", "save"]
+    assert (train["train"], train["save"]) == (warmup["train"], warmup["save"])
+    assert len({*train.values(), *warmup.values()}) == 5
+
+
+def test_colours_of_many_phases_are_told_apart(tmp_path: Path, opened: Opened) -> None:
+    second = np.arange(2.0), np.ones(2)
+    names = ["rollout", "train", "publish", "save", "data", *(f"phase {i}" for i in range(12))]
+    axis = charts.Axis(0, 1, charts.BOX["left"], charts.BOX["right"])
+    parts = [
+        {"name": "loop", "first": [], "times": [charts.stack(dict.fromkeys(some, second), axis)]}
+        for some in (names[:9], names[:4:-1], names)
+    ]
+    page = write_page(tmp_path, parts, newest=0.0)
+    for scheme in ("light", "dark"):
+        every = colours_of_phases(opened(tmp_path, scheme, written=page))
+        colours = dict(pair for some in every for pair in some.items())
+        assert all(colours[name] == colour for some in every for name, colour in some.items())
+        places = [lab(colour) for colour in colours.values()]
+        assert len(places) == 17
+        assert min(np.linalg.norm(a - b) for a, b in itertools.combinations(places, 2)) > 20  # 2.3 is just noticeable
 
 
 def test_tokens_are_coloured_by_advantage(out: Path, opened: Opened) -> None:
@@ -692,6 +751,37 @@ def test_the_mean_moves_over_neighbours_that_are_finite() -> None:
     for place in range(60):
         mean = np.nanmean(values[max(place - 2, 0) : place + 3])
         assert found[place] == pytest.approx(bottom - mean / 59**2 * (bottom - top), abs=0.051)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "flat"),
+    [
+        ("mismatch/max_abs", [1.2e-6, 4.1e-6, 2.0e-6], True),
+        ("mismatch/max_abs", [1e-6, 1e-5, 3e-6], True),
+        ("mismatch/ratio_max", [1.0000013, 1.0000041, 1.0000018], True),
+        ("mismatch/ratio_min", [0.9999961, 0.9999978, 0.9999952], True),
+        ("loss", [-4e-6, 3e-6, -1e-6], True),
+        ("loss", [-4e-6, -3e-6, -1e-6], True),
+        ("loss", [4e-8, math.nan, 1e-8], True),
+        ("tokens_per_second", [41_000.0, 41_000.04, 41_000.01], True),
+        ("reward", [0.5, 0.501, 0.5005], False),
+        ("mismatch/kl", [1e-6, 2e-4, 1e-4], False),
+        ("tokens", [41_000.0, 41_001.0, 41_000.0], False),
+        ("lr", [3e-7, 1e-7, 2e-7], False),
+        ("critic/lr", [1e-6, 1e-9, 5e-7], False),
+    ],
+)
+def test_rounding_is_drawn_as_a_flat_line(name: str, values: list[float], flat: bool) -> None:
+    steps = np.arange(3.0)
+    drawn = charts.curve(name, steps, np.array(values), charts.Axis(0, 2, 0, 100))
+    heights = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", drawn["path"])]
+    plot = charts.BOX["bottom"] - charts.BOX["top"]
+    assert max(heights) - min(heights) < 0.1 * plot if flat else max(heights) - min(heights) > 0.4 * plot
+    assert all(charts.BOX["top"] <= height <= charts.BOX["bottom"] for height in heights)
+    labels = [label for label, _ in drawn["y"]]
+    assert 2 <= len(set(labels)) == len(labels)
+    if min(values) >= 0:
+        assert not any(label.startswith("−") for label in labels)
 
 
 @pytest.mark.parametrize(

@@ -229,7 +229,7 @@ class Extracted(Struct):
     found: Any
 
 
-class Info(Struct):
+class Info(Struct, omit_defaults=True):
     """What a server has.
 
     Args:
@@ -242,6 +242,7 @@ class Info(Struct):
         extracts: whether it says what it reads in an answer.
         timeout: seconds that a call may take; null: no limit, or it depends on the task.
         lease: seconds for which an episode is kept that nobody asks for.
+        num_rewards: how many rewards an episode has, 0 for one number; left out where that is not declared.
     """
 
     protocol: int
@@ -253,6 +254,7 @@ class Info(Struct):
     extracts: bool
     timeout: float | None
     lease: float
+    num_rewards: Natural | None = None
 
 
 class Failure(Struct):

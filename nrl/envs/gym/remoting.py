@@ -184,7 +184,7 @@ class _Client:
     def verifier(self) -> Any:
         """What verifies there."""
         made: Any = functools.partial(self._verify)  # which has attributes, and can be sent to other processes
-        made.timeout, made.__name__ = None, self.info.name
+        made.timeout, made.__name__, made.num_rewards = None, self.info.name, self.info.num_rewards
         if self.info.of_group is not False:
             made.of_group = self.info.of_group or self._of_group
         if self.info.extracts:
@@ -231,7 +231,8 @@ class _Client:
         """The environment that is there."""
         verifier: Verifier | None = self.verifier() if self.info.verifies else None
         tasks = self._own_tasks() if self.info.tasks else None
-        return Environment(self._reset, self._step, self._close, verifier, None, tasks)
+        num_rewards = self.info.num_rewards
+        return Environment(self._reset, self._step, self._close, verifier, None, tasks, num_rewards=num_rewards)
 
     async def _reset(self, task: Task) -> Any:
         places, session, tried = self.places, uuid.uuid4().hex, set[str]()

@@ -10,7 +10,7 @@ import attrs
 import msgspec
 
 from nrl.envs import contract
-from nrl.envs.contract import TIMEOUT, is_env, judges_group, timeout_of
+from nrl.envs.contract import TIMEOUT, declared_rewards, is_env, judges_group, timeout_of
 from nrl.envs.gym import records
 from nrl.envs.gym.once import Act, Refused, answered, failed, once, users
 from nrl.envs.gym.values import sendable
@@ -91,6 +91,7 @@ class Service:
             hasattr(self.verifier, "extract"),
             None if callable(self.timeout) else self.timeout,
             self.lease,
+            declared_rewards(self.f),
         )
 
     # --- Episodes

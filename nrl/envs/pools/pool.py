@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import attrs
 
-from nrl.envs.contract import Env, Environment, Step, Task, Trace, Turn, Verdict, Verifier
+from nrl.envs.contract import Env, Environment, Step, Task, Trace, Turn, Verdict, Verifier, declared_rewards
 from nrl.envs.pools.calls import Pool, Worker
 from nrl.envs.pools.processes import Child, Process, Python, here
 from nrl.envs.references import task_check
@@ -213,7 +213,7 @@ def _verifier(f: Verifier, owner: _Owner) -> Verifier:
 
     functools.update_wrapper(verify, f, updated=())
     verify.timeout = None  # type: ignore[attr-defined]  # the pool's counts from the beginning of a call
-    for name in ("of_group", "extract", "tasks", "check_task"):
+    for name in ("of_group", "extract", "tasks", "check_task", "num_rewards"):
         if hasattr(f, name):
             setattr(verify, name, getattr(f, name))
     _let_forget(verify, f, owner)
@@ -271,5 +271,5 @@ def _environment(env: Env, owner: _Owner) -> Environment:
     if hasattr(verifier, "of_group"):
         verify.of_group = verifier.of_group  # type: ignore[attr-defined]
     _let_forget(verify, verifier, owner)
-    tasks, check = getattr(env, "tasks", None), task_check(env)
-    return Environment(reset, step, close, None if verifier is None else verify, None, tasks, check)
+    tasks, check, num_rewards = getattr(env, "tasks", None), task_check(env), declared_rewards(env)
+    return Environment(reset, step, close, None if verifier is None else verify, None, tasks, check, num_rewards)

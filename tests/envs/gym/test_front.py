@@ -1,8 +1,10 @@
 """The front of all servers: who may ask, how large JSON may be, and whose body is read first."""
 
 import asyncio
+import re
 import socket
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -170,3 +172,11 @@ def test_more_connections_than_there_may_be_are_told_so(monkeypatch: pytest.Monk
             assert third.recv(65536).startswith(b"HTTP/1.1 503 ")
             third.close()
         assert nrl.remote(server) is not None  # there is room again
+
+
+def test_no_module_brings_a_server_of_its_own() -> None:
+    """Every server has the front of `listening`, but for those of nemo-gym, of which docs/serving.md says so."""
+    server = re.compile(r"uvicorn\.(run|Server|Config)\b|\bHTTPServer\b|aiohttp\.web\b|\bstart_server\(")
+    root = Path(nrl.__file__).parent
+    modules = {path.relative_to(root).as_posix() for path in root.rglob("*.py") if server.search(path.read_text())}
+    assert modules == {"envs/gym/listening.py", "envs/nemo_processes.py"}
