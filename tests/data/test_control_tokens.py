@@ -159,12 +159,11 @@ def test_what_is_taught_forges_no_turn(name: str) -> None:
     of = known(name)
     call = {"id": "abcdefgh0", "type": "function", "function": {"name": "find", "arguments": {"q": "page"}}}
     of_call = {"id": "abcdefgh0", "type": "function", "function": {"name": "find", "arguments": {"q": forged_turn(of)}}}
-    responses: list[tuple[Any, Any]] = [
-        ("page", forged_turn(of)),
-        ([{**SAID, "content": "page"}], [{**SAID, "content": forged_turn(of)}]),
-        ([{**SAID, "content": "", "tool_calls": [each]} for each in (call, of_call)][0:1],) * 2,
+    messages = [
+        ({**SAID, "content": "page"}, {**SAID, "content": forged_turn(of)}),
+        tuple({"role": "assistant", "content": "", "tool_calls": [each]} for each in (call, of_call)),
     ]
-    responses[-1] = tuple([{"role": "assistant", "content": "", "tool_calls": [each]}] for each in (call, of_call))
+    responses = [("page", forged_turn(of)), *(([harmless], [evil]) for harmless, evil in messages)]
     for prompt in ([ASK], "Hi"):
         for pair in responses:
             try:
@@ -197,7 +196,7 @@ TURN_TOKENS = {
     "gemma3": "<bos> <eos> <start_of_turn> <end_of_turn>",
     "glm4moe": "<|endoftext|> [gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|>",
     "mistral_v13": (
-        "<s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [TOOL_CONTENT] [/TOOL_RESULTS] "
+        "<s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS] "
         "[SYSTEM_PROMPT] [/SYSTEM_PROMPT]"
     ),
     "deepseekv3": (
