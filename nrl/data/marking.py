@@ -71,9 +71,7 @@ def mark_texts(
             # A role that is no more than a part of a control token is what the template asks for
             role = value.get("role")
             roles = {"role"} if isinstance(role, str) and not find_breaks(role, tokenizer, 0, tokens) else ()
-            return {
-                marked(key, tokens): part if key in roles else marked(part, tokens) for key, part in value.items()
-            }
+            return {marked(key, tokens): part if key in roles else marked(part, tokens) for key, part in value.items()}
         if isinstance(value, list | tuple):
             return [marked(part, tokens) for part in value]
         if not isinstance(value, str):

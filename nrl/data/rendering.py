@@ -359,7 +359,9 @@ def _marked(messages: Sequence[Mapping[str, Any]], turns: Sequence[int], tokeniz
     for start, end in ((moved(start), moved(end)) for start, end in found):
         if any(low <= start < high for low, high in untrained):
             continue
-        close = ends.find(chat.part(start, end).masked(), tokenizer) if ends.written else -1  # behind it is the template's text
+        close = (
+            ends.find(chat.part(start, end).masked(), tokenizer) if ends.written else -1
+        )  # behind it is the template's text
         if start >= before and start < end:
             spans.append((start, end if close < 0 else start + close))
     if not spans:

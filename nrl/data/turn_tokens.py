@@ -1,4 +1,4 @@
-"""Control tokens that stand around messages, and never within one of the assistant: what begins and ends turns and texts.
+"""Turn tokens: the control tokens that stand around messages, and never within one of the assistant.
 
 An assistant writes other control tokens itself: the marks of reasoning and of calls. Which ones a chat template writes
 around messages is seen in a few short conversations, once for each template.

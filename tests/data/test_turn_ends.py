@@ -44,7 +44,8 @@ def test_a_text_is_the_same_answer_as_a_message(name: str) -> None:
     assert taught({"prompt": [ASK], "response": "Hi." + end}, of) == taught({"prompt": [ASK], "response": "Hi."}, of)
 
 
-R1 = "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<｜User｜>{{ m.content }}{% else %}<｜Assistant｜>" + (
+R1 = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<｜User｜>{{ m.content }}{% else %}<｜Assistant｜>"
     "{{ m.content.split('</think>')[-1].ANSWER }}<｜end▁of▁sentence｜>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<｜Assistant｜>OPENED{% endif %}"
 )
