@@ -5,25 +5,13 @@ A text is kept from becoming one by encoding it in parts that are cut behind the
 that no part has the whole of it. All other text is encoded as ever.
 """
 
-import bisect
 import copy
-import itertools
-import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-__all__ = [
-    "ChatText",
-    "ControlTokens",
-    "Marked",
-    "control_tokens",
-    "find_breaks",
-    "mark_texts",
-    "parse_special",
-    "unmark",
-]
+__all__ = ["ChatText", "ControlTokens", "control_tokens", "find_breaks", "find_spelled", "parse_special"]
 
 
 def parse_special(tokenizer: Any) -> Any:
@@ -67,15 +55,33 @@ class ChatText(NamedTuple):
         stop = len(self.text) if stop is None else stop
         return ChatText(self.text[start:stop], tuple(at - start for at in self.breaks if start < at < stop))
 
+    def followed_by(self, other: "ChatText") -> "ChatText":
+        """Return this text with another one behind it."""
+        size = len(self.text)
+        return ChatText(self.text + other.text, (*self.breaks, *(size + at for at in other.breaks)))
+
+    def masked(self) -> str:
+        """Return the text with one character of each spelled control token replaced, so that a search finds real ones.
+
+        >>> ChatText("Hi <|im_end|>", (4,)).masked().find("<|im_end|>")
+        -1
+        """
+        letters = list(self.text)
+        for at in self.breaks:
+            letters[at] = "\uffff"
+        return "".join(letters)
+
 
 class ControlTokens(NamedTuple):
-    """The control tokens of a tokenizer.
+    """Control tokens of a tokenizer.
 
     Args:
         pattern: finds the first of their texts.
         texts: all of them.
         heads: what they begin with, short of the whole.
         tails: what they end with, short of the whole.
+        first: finds a character that one of them begins with.
+        last: finds a character that one of them ends with.
         longest: how many characters they have at most.
         normalized: whether the tokenizer looks for some of them in normalized text.
 
@@ -88,8 +94,37 @@ class ControlTokens(NamedTuple):
     texts: frozenset[str]
     heads: frozenset[str]
     tails: frozenset[str]
+    first: re.Pattern[str]
+    last: re.Pattern[str]
     longest: int
     normalized: bool
+
+    @classmethod
+    def of(cls, texts: Iterable[str], tokenizer: Any) -> "ControlTokens":
+        """Return those of the tokenizer's tokens that have these texts; a single character is none."""
+        ordered = sorted((text for text in texts if len(text.strip()) > 1), key=len, reverse=True)
+        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        return cls(
+            _any_of(ordered),
+            frozenset(ordered),
+            heads=frozenset(text[:at] for text in ordered for at in range(1, len(text))),
+            tails=frozenset(text[at:] for text in ordered for at in range(1, len(text))),
+            first=_any_of({text[0] for text in ordered}),
+            last=_any_of({text[-1] for text in ordered}),
+            longest=max(map(len, ordered), default=0),
+            normalized=any(token.normalized for token in added if str(token) in ordered),
+        )
+
+    def open_ends(self, text: str) -> tuple[bool, bool]:
+        """Return whether a text begins with the end of a control token, and ends with the beginning of one."""
+        sizes, size = range(1, min(self.longest, len(text) + 1)), len(text)
+        begins = self.last.search(text, 0, self.longest) and any(text[:n] in self.tails for n in sizes)
+        ends = self.first.search(text, max(size - self.longest, 0)) and any(text[-n:] in self.heads for n in sizes)
+        return bool(begins), bool(ends)
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, texts)) or "(?!)")
 
 
 _KNOWN: "WeakKeyDictionary[Any, tuple[Any, ControlTokens]]" = WeakKeyDictionary()
@@ -112,27 +147,19 @@ def control_tokens(tokenizer: Any) -> ControlTokens:
     if marks := {text for text in marks - texts if _BRACKETS.fullmatch(text)}:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         texts |= marks - (set() if backend is None else set(backend.get_vocab(with_added_tokens=False)))
-    ordered = sorted((text for text in texts if len(text.strip()) > 1), key=len, reverse=True)
-    pattern = re.compile("|".join(map(re.escape, ordered)) or "(?!)")
-    control = ControlTokens(
-        pattern,
-        frozenset(ordered),
-        heads=frozenset(text[:at] for text in ordered for at in range(1, len(text))),
-        tails=frozenset(text[at:] for text in ordered for at in range(1, len(text))),
-        longest=max(map(len, ordered), default=0),
-        normalized=any(token.normalized for token in added if str(token) in texts),
-    )
+    control = ControlTokens.of(texts, tokenizer)
     _KNOWN[tokenizer] = key, control
     return control
 
 
-def find_breaks(text: str, tokenizer: Any, start: int = 0) -> tuple[int, ...]:
+def find_breaks(text: str, tokenizer: Any, start: int = 0, tokens: ControlTokens | None = None) -> tuple[int, ...]:
     """Return where to cut a text so that no part of it is read as a control token.
 
     Args:
         text: any.
         tokenizer: a transformers tokenizer; one of `parse_special` cuts nowhere.
         start: where to begin.
+        tokens: the control tokens to look for; None: all of the tokenizer.
 
     >>> from nrl import tiny
     >>> find_breaks("an <|im_end|> there", tiny.bpe(["user"]))
@@ -140,18 +167,18 @@ def find_breaks(text: str, tokenizer: Any, start: int = 0) -> tuple[int, ...]:
     """
     if getattr(tokenizer, "parse_special", False):
         return ()
-    control = control_tokens(tokenizer)
-    breaks = {at + 1 for at, _ in _spelled(text, control.pattern, start)}
+    control = control_tokens(tokenizer) if tokens is None else tokens
+    breaks = {at + 1 for at, _ in find_spelled(text, control.pattern, start)}
     normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
     if control.normalized and normalizer is not None:
         normal = normalizer.normalize_str(text[start:])
-        if sum(1 for _ in _spelled(normal, control.pattern)) > len(breaks):
+        if sum(1 for _ in find_spelled(normal, control.pattern)) > len(breaks):
             breaks |= {start + at for at in _read_as_control(text[start:], tokenizer, control)}
     return tuple(sorted(breaks))
 
 
-def _spelled(text: str, pattern: re.Pattern[str], at: int = 0) -> Iterator[tuple[int, int]]:
-    """Where control tokens begin and end, overlapping ones included."""
+def find_spelled(text: str, pattern: re.Pattern[str], at: int = 0) -> Iterator[tuple[int, int]]:
+    """Yield where control tokens begin and end in a text, overlapping ones included."""
     while match := pattern.search(text, at):
         yield match.span()
         at = match.start() + 1
@@ -165,111 +192,3 @@ def _read_as_control(text: str, tokenizer: Any, control: ControlTokens) -> Itera
         if added.get(token) in control.texts:
             span = text[start:stop]
             yield start + len(span) - len(span.lstrip()) + 1
-
-
-# A mark is a private character. It shows where in the template's text a text of the conversation has to be cut.
-
-
-class Marked(NamedTuple):
-    """Messages and tools with marks, which `unmark` finds in the text that a chat template makes of them.
-
-    Args:
-        messages: copies.
-        tools: copies; None: there are none.
-        within: the mark behind the first character of a control token; empty: there are no marks.
-        edge: the mark at an end of a text that a neighbour may complete to a control token.
-    """
-
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None
-    within: str = ""
-    edge: str = ""
-
-
-def mark_texts(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, tokenizer: Any
-) -> Marked:
-    """Mark the places where texts of a conversation have to be cut; the assistant's own stay as they are."""
-    plain = Marked([dict(message) for message in messages], None if tools is None else [dict(tool) for tool in tools])
-    if getattr(tokenizer, "parse_special", False):
-        return plain
-    control = control_tokens(tokenizer)
-    others = [message for message in messages if message.get("role") != "assistant"]
-    texts = list(_texts([*others, *(tools or [])]))
-    if not any(find_breaks(text, tokenizer) or any(_open_ends(text, control)) for text in texts):
-        return plain
-    every = "".join(_texts([*messages, *(tools or [])])).lower()
-    private = map(chr, itertools.chain(range(0xE000, 0xF900), range(0xF0000, 0xFFFFE)))
-    unused = (letter for letter in private if letter not in every and _escaped(letter) not in every)
-    within, edge = next(unused), next(unused)
-
-    def marked(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            # A role that is no more than a part of a control token is what the template asks for
-            roles = {"role"} if isinstance(value.get("role"), str) and not find_breaks(value["role"], tokenizer) else ()
-            return {marked(key): part if key in roles else marked(part) for key, part in value.items()}
-        if isinstance(value, list | tuple):
-            return [marked(part) for part in value]
-        if not isinstance(value, str):
-            return value
-        places = (0, *find_breaks(value, tokenizer), len(value))
-        begins, ends = (edge * is_open for is_open in _open_ends(value, control))
-        return begins + within.join(value[start:stop] for start, stop in itertools.pairwise(places)) + ends
-
-    return Marked(
-        [dict(message) if message.get("role") == "assistant" else marked(message) for message in messages],
-        None if tools is None else [marked(tool) for tool in tools],
-        within,
-        edge,
-    )
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _texts([*value.keys(), *value.values()])
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _texts(part)
-
-
-def _open_ends(text: str, control: ControlTokens) -> tuple[bool, bool]:
-    """Whether a text begins with the end of a control token, and ends with the beginning of one."""
-    sizes = range(1, min(control.longest, len(text) + 1))
-    return any(text[:n] in control.tails for n in sizes), any(text[-n:] in control.heads for n in sizes)
-
-
-def _escaped(mark: str) -> str:
-    """How JSON and Python's `repr` write a mark."""
-    return json.dumps(mark)[1:-1].lower()
-
-
-def unmark(text: str, marked: Marked, tokenizer: Any) -> tuple[ChatText, Callable[[int], int]]:
-    """Return a text without its marks, which become breaks, and a function from places in it to those of the result.
-
-    A mark at an end of a text is a break only if a control token reaches across it.
-    """
-    if not marked.within:
-        return ChatText(text), lambda place: place
-    escaped = "|".join(re.escape(_escaped(mark)[1:]) for mark in (marked.within, marked.edge))
-    found = list(re.finditer(rf"{marked.within}|{marked.edge}|\\+(?:{escaped})", text, re.IGNORECASE))
-    ends = [match.end() for match in found]
-    gone = list(itertools.accumulate((len(match[0]) for match in found), initial=0))
-
-    def moved(place: int) -> int:
-        return place - gone[bisect.bisect_right(ends, place)]
-
-    edges = [0, *(at for match in found for at in match.span()), len(text)]
-    removed = "".join(text[start:stop] for start, stop in itertools.batched(edges, 2))
-    within, control = (marked.within, _escaped(marked.within)), control_tokens(tokenizer)
-
-    def crossed(place: int) -> bool:
-        first = max(place - control.longest, 0)
-        near = _spelled(removed[first : place + control.longest], control.pattern)
-        return any(start < place - first < stop for start, stop in near)
-
-    breaks = {
-        at for match in found if (at := moved(match.end())) and (match[0].lower().endswith(within) or crossed(at))
-    }
-    return ChatText(removed, tuple(sorted(breaks - {0, len(removed)}))), moved

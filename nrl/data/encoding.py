@@ -72,10 +72,14 @@ def _behind(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
 
 
 def _batch(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
+    # A text that spells many control tokens is cut into many pieces, most of which are the same few
+    single = list(dict.fromkeys(texts))
     try:
-        if len(texts) == 1:
-            return [list(tokenizer.encode(texts[0], add_special_tokens=False))]
-        return [list(ids) for ids in tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
+        if len(single) == 1:
+            ids = list(tokenizer.encode(single[0], add_special_tokens=False))
+            return [ids for _ in texts]
+        batch = dict(zip(single, tokenizer(single, add_special_tokens=False)["input_ids"], strict=True))
+        return [list(batch[text]) for text in texts]
     except (TypeError, UnicodeError):  # JSON can write halves of a character, which no encoding has
         half = next((text for text in texts if re.search(r"[\ud800-\udfff]", text)), texts[0])
         raise DataError(f"render: {shown(ascii(half))} has a half of a surrogate pair, which is no character") from None

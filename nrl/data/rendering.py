@@ -6,19 +6,29 @@ generation prompt and ends with the token that ends the turn.
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any, cast
 
 from nrl.data.checks import check_prompt, shown
 from nrl.data.completeness import check_complete
-from nrl.data.control_tokens import ChatText, mark_texts, unmark
+from nrl.data.control_tokens import ChatText, find_breaks, find_spelled
 from nrl.data.encoding import encode, encode_prompt
-from nrl.data.forms import as_taken
-from nrl.data.messages import canonical_messages, canonical_prompt, is_chat
-from nrl.data.templates import TODAY, render_chat, run_template, template_of, templated
+from nrl.data.marking import unmark
+from nrl.data.messages import REASONING, canonical_messages, canonical_prompt, is_chat
+from nrl.data.templates import (
+    TODAY,
+    mark_chat,
+    render_chat,
+    render_marked,
+    run_template,
+    template_of,
+    templated,
+)
 from nrl.data.turn_ends import TurnEnds, turn_ends
+from nrl.data.turn_tokens import turn_tokens
 from nrl.envs.contract import Message, Prompt
-from nrl.envs.replies import opening_mark
+from nrl.envs.replies import CHANNEL_HEADER, REASONING_MARKS, opening_mark
 from nrl.errors import DataError, ModelError
 
 __all__ = ["answered", "render"]
@@ -121,7 +131,9 @@ def answered(
     if chat and answer and (as_message := _as_message(prompt, answer, ends, tokenizer, tools)):
         return _apart(*as_message, tokenizer)
     before = render(prompt, tokenizer, tools=tools)
-    after = encode(_unopened(answer, before, tokenizer) if chat else answer, tokenizer, continues=True)
+    if chat:
+        answer = _unopened(answer, opening_mark(tokenizer.decode(before[-_LONGEST:])))
+    after = encode(_cut_at_turn_tokens(answer, tokenizer, tools), tokenizer, continues=True)
     own = encode(ends.of({"content": answer}), tokenizer) or _end_of_sequence(tokenizer)
     if not any(
         end and after[-len(end) :] == end for end in (own, encode(ends.call, tokenizer), encode(ends.answer, tokenizer))
@@ -151,12 +163,30 @@ def _as_message(prompt: Prompt, answer: str, ends: TurnEnds, tokenizer: Any, too
 _LONGEST = 64  # characters of what opens the reasoning, and of the white space behind it
 
 
-def _unopened(answer: str, before: Sequence[int], tokenizer: Any) -> str:
-    """An answer without the mark that opens its reasoning, where the generation prompt has it already."""
-    opened = opening_mark(tokenizer.decode(before[-_LONGEST:]))
+def _unopened(answer: str, opened: str) -> str:
+    """Return an answer without the mark that opens its reasoning, where the generation prompt has it already."""
     if not opened or not answer.lstrip().startswith(opened.rstrip()):
         return answer
     return answer.removeprefix(opened) if answer.startswith(opened) else answer.lstrip().removeprefix(opened.rstrip())
+
+
+def _cut_at_turn_tokens(answer: str, tokenizer: Any, tools: _Tools) -> ChatText:
+    """Return what a model writes, cut so that turn tokens in it are text, except the last one, which ends it.
+
+    The channels of gpt-oss are the model's own, though their headers have turn tokens.
+    """
+    last = [tokenizer.eos_token]
+    if getattr(tokenizer, "chat_template", None) is not None:
+        with suppress(DataError, ModelError):
+            last += turn_ends(tokenizer, tools)[:2]
+    body = answer.removesuffix(next((end for end in last if end and answer.endswith(end)), ""))
+    tokens = turn_tokens(tokenizer, tools)
+    own = {
+        header.start() + at + 1
+        for header in CHANNEL_HEADER.finditer(body)
+        for at, _ in find_spelled(header[0], tokens.pattern)
+    }
+    return ChatText(answer, tuple(at for at in find_breaks(body, tokenizer, 0, tokens) if at not in own))
 
 
 def _conversation(prompt: Prompt, answer: Sequence[Message], tokenizer: Any, tools: _Tools) -> _Turns:
@@ -198,7 +228,8 @@ def _opens(tokenizer: Any, tools: _Tools) -> bool:
 
 def _derived(messages: Sequence[Mapping[str, Any]], turns: Sequence[int], tokenizer: Any, tools: _Tools) -> _Turns:
     """Find the turns by rendering the conversation up to each of them."""
-    chat = render_chat(messages, tokenizer, tools=tools)
+    marked = mark_chat(messages, tokenizer, tools)  # once, since each turn renders the conversation up to it
+    chat = render_marked(marked, tokenizer)
     ends = turn_ends(tokenizer, tools)
     if not ends.answer:
         raise ModelError(
@@ -207,14 +238,18 @@ def _derived(messages: Sequence[Mapping[str, Any]], turns: Sequence[int], tokeni
         )
     spans = []
     for turn in turns:
-        asked = templated(messages[:turn], tokenizer, asking=True, tools=tools)
-        so_far = templated(messages[: turn + 1], tokenizer, tools=tools)
+        prompt = render_marked(marked, tokenizer, turn, asking=True)
+        is_last = turn + 1 == len(messages)
+        if is_last and not chat.text.startswith(prompt.text):
+            chat = _closing_reasoning(prompt, chat, messages[turn], tokenizer, tools)
+        until = chat if is_last else render_marked(marked, tokenizer, turn + 1)
+        asked, so_far = prompt.text, until.text
         if not so_far.startswith(asked):
             raise DataError(
                 f"the chat template asks for the assistant's message {turn} with {_after(asked, so_far)} and then "
                 f"writes {_after(so_far, asked)}; {_ADVICE}"
             )
-        end = len(asked) + ends.find(so_far[len(asked) :], tokenizer) if ends.written else len(so_far)
+        end = len(asked) + ends.find(until.part(len(asked)).masked(), tokenizer) if ends.written else len(so_far)
         if end < len(asked):
             found = shown(repr(so_far[len(asked) :][-50:]))
             raise DataError(
@@ -227,12 +262,54 @@ def _derived(messages: Sequence[Mapping[str, Any]], turns: Sequence[int], tokeni
                 f"of earlier turns; {_ADVICE}"
             )
         if not ends.written:
-            if turn + 1 == len(messages):
+            if is_last:
                 chat = chat._replace(text=chat.text + ends.of(messages[turn]))
             # A model does not sample the beginning of a message of the system
             end += next((len(own) for own in (ends.answer, ends.call) if chat.text.startswith(own, end)), 0)
         spans.append((len(asked), end))
     return chat, spans
+
+
+def _closing_reasoning(
+    prompt: ChatText, chat: ChatText, message: Mapping[str, Any], tokenizer: Any, tools: _Tools
+) -> ChatText:
+    """Return a conversation whose last turn continues the reasoning that its prompt opens, and closes it.
+
+    Some templates, such as DeepSeek's, open reasoning in the generation prompt, and then write the answer of a message
+    alone. The model has to write the message's reasoning, the mark that closes it, and the answer.
+
+    Args:
+        prompt: the conversation up to the generation prompt.
+        chat: all of it, as the template writes it.
+        message: the last one.
+        tokenizer: as for `render`.
+        tools: as for `render`.
+    """
+    opened = opening_mark(prompt.text)
+    opening, start = opened.rstrip(), len(prompt.text) - len(opened)
+    closing = REASONING_MARKS.get(opening)
+    if closing is None or not chat.text.startswith(prompt.text[:start]):
+        return chat
+    own = chat.part(start)
+    if own.text.startswith(opening):  # with other white space behind it
+        return prompt.followed_by(own.part(len(opening)))
+    space = opened[len(opening) :]
+    close = f"{space}{closing}{space * 2}"
+    indent = len(own.text) - len(own.text.lstrip())
+    if own.text.startswith(closing, indent):
+        close, own = own.text[: indent + len(closing)], own.part(indent + len(closing))
+    content = message["content"]
+    if (at := content.rfind(closing)) >= 0:
+        at += len(closing)
+        answer = content[at:]
+        if not own.text.startswith(answer):  # the template strips it
+            at += len(answer) - len(answer.lstrip())
+        thought = _unopened(content[:at], opened)
+    else:
+        reasoning = next((message[name] for name in REASONING if message.get(name)), "")
+        thought = reasoning.strip() + close
+    breaks = find_breaks(thought, tokenizer, 0, turn_tokens(tokenizer, tools))
+    return prompt.followed_by(ChatText(thought, breaks)).followed_by(own)
 
 
 _ADVICE = (
@@ -251,14 +328,14 @@ def _marked(messages: Sequence[Mapping[str, Any]], turns: Sequence[int], tokeniz
     """Find the turns by the template's own ``{% generation %}`` marks."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    marked = mark_texts(as_taken(messages, tokenizer, tools), tools, tokenizer)
+    marked = mark_chat(messages, tokenizer, tools)
     marked_tools: Any = marked.tools
 
-    def call() -> tuple[list[str], list[list[tuple[int, int]]]]:
+    def run(chat: list[dict[str, Any]]) -> tuple[list[str], list[list[tuple[int, int]]]]:
         return cast(
             tuple[list[str], list[list[tuple[int, int]]]],
             render_jinja_template(
-                [marked.messages],
+                [chat],
                 tools=marked_tools,
                 chat_template=template_of(tokenizer, tools),
                 return_assistant_tokens_mask=True,
@@ -267,20 +344,24 @@ def _marked(messages: Sequence[Mapping[str, Any]], turns: Sequence[int], tokeniz
             ),
         )
 
-    (text,), (found,) = run_template(call, messages)
+    if (plain := marked.plain) is not None:
+        run_template(lambda: run(plain), messages)
+    (text,), (found,) = run_template(lambda: run(marked.messages), messages)
     chat, moved = unmark(text, marked, tokenizer)
     ends = turn_ends(tokenizer, tools)
-    before = len(templated(messages[: turns[0]], tokenizer, asking=True, tools=tools))
+    before = len(render_marked(marked, tokenizer, turns[0], asking=True).text)
     untrained = []
     for turn in range(turns[0], len(messages)):
         if "weight" in messages[turn]:
-            asked = templated(messages[:turn], tokenizer, asking=True, tools=tools)
-            untrained.append((len(asked), len(templated(messages[: turn + 1], tokenizer, tools=tools))))
+            asked = render_marked(marked, tokenizer, turn, asking=True).text
+            untrained.append((len(asked), len(render_marked(marked, tokenizer, turn + 1).text)))
     spans = []
     for start, end in ((moved(start), moved(end)) for start, end in found):
         if any(low <= start < high for low, high in untrained):
             continue
-        close = ends.find(chat.text[start:end], tokenizer) if ends.written else -1  # behind it is the template's text
+        close = (
+            ends.find(chat.part(start, end).masked(), tokenizer) if ends.written else -1
+        )  # behind it is the template's text
         if start >= before and start < end:
             spans.append((start, end if close < 0 else start + close))
     if not spans:

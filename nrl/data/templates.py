@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from nrl.data.control_tokens import ChatText, mark_texts, unmark
+from nrl.data.control_tokens import ChatText
 from nrl.data.forms import as_taken, selected_template
+from nrl.data.marking import Marked, mark_texts, unmark
 from nrl.errors import DataError, ModelError
 
-__all__ = ["TODAY", "render_chat", "run_template", "template_of", "templated"]
+__all__ = ["TODAY", "mark_chat", "render_chat", "render_marked", "run_template", "template_of", "templated"]
 
 TODAY: Mapping[str, Any] = {"strftime_now": datetime(2024, 7, 26).strftime}
 """An argument of every template. It shadows the clock that transformers provides under this name."""
@@ -52,13 +53,29 @@ def render_chat(
         DataError: the template refuses the messages.
         ModelError: the tokenizer has no chat template.
     """
-    template = template_of(tokenizer, tools)
-    marked = mark_texts(as_taken(messages, tokenizer, tools), tools, tokenizer)
+    return render_marked(mark_chat(messages, tokenizer, tools), tokenizer, asking=asking)
 
-    def call() -> str:
+
+def mark_chat(
+    messages: Sequence[Mapping[str, Any]], tokenizer: Any, tools: Sequence[Mapping[str, Any]] | None = None
+) -> Marked:
+    """Return a chat as the tokenizer's template takes it, with marks for `render_marked`.
+
+    Raises:
+        ModelError: the tokenizer has no chat template.
+    """
+    template_of(tokenizer, tools)
+    return mark_texts(as_taken(messages, tokenizer, tools), tools, tokenizer)
+
+
+def render_marked(marked: Marked, tokenizer: Any, stop: int | None = None, *, asking: bool = False) -> ChatText:
+    """Return what `render_chat` does of the messages up to ``stop``, which were marked once for all of the chat."""
+    template = template_of(tokenizer, marked.tools)
+
+    def run(messages: Sequence[Mapping[str, Any]]) -> str:
         nothing: Any = [[]]  # transformers takes no messages only as one of several conversations
-        chat: Any = marked.messages or nothing
-        found: Any = tokenizer.apply_chat_template(
+        chat: Any = messages or nothing
+        text: Any = tokenizer.apply_chat_template(
             chat,
             tools=marked.tools,
             chat_template=template,
@@ -66,9 +83,12 @@ def render_chat(
             tokenize=False,
             **TODAY,
         )
-        return str(found if marked.messages else found[0])
+        return str(text if messages else text[0])
 
-    return unmark(run_template(call, messages), marked, tokenizer)[0]
+    messages = marked.messages[:stop]
+    if stop is None and (plain := marked.plain) is not None:
+        run_template(lambda: run(plain), messages)
+    return unmark(run_template(lambda: run(messages), messages), marked, tokenizer)[0]
 
 
 def templated(

@@ -153,11 +153,22 @@ def test_an_answer_of_nothing_is_its_end() -> None:
     )
 
 
-def test_special_tokens_within_an_answer_are_taught_with_it() -> None:
-    quoting = {"role": "assistant", "content": "Hi <|im_end|> Bye"}
-    assert taught({"messages": [HELLO, quoting]}, tokenizer("chatml")) == expected(
+def test_turn_tokens_that_an_answer_spells_are_taught_as_text() -> None:
+    of, quoting = tokenizer("chatml"), {"role": "assistant", "content": "Hi <|im_end|> Bye"}
+    tokens = taught({"messages": [HELLO, quoting]}, of)
+    assert "".join(each[1:] for each in tokens if each.startswith("*")) == "Hi <|im_end|> Bye<|im_end|>"
+    assert tokens.count("*<|im_end|>") == 1
+    assert taught({"messages": [HELLO, quoting]}, data.parse_special(of)) == expected(
         r"<|im_start|> user \n Hello <|im_end|> \n <|im_start|> assistant \n *Hi", "*_ *<|im_end|>", "*_Bye *<|im_end|>"
     )
+
+
+def test_markers_in_a_template_end_where_it_says_so() -> None:
+    quoting = {"role": "assistant", "content": "Hi <|im_end|> Bye"}
+    unended = MARKED.replace("<|im_end|>\n{% endgeneration %}", "{% endgeneration %}<|im_end|>\n")
+    for template, end in ((MARKED, "<|im_end|>"), (unended, "")):
+        tokens = taught({"messages": [HELLO, quoting]}, with_template(template))
+        assert "".join(each[1:] for each in tokens if each.startswith("*")) == "Hi <|im_end|> Bye" + end
 
 
 def test_messages_of_tools_are_read_and_not_taught() -> None:
@@ -272,9 +283,9 @@ def test_markers_in_a_template_say_what_is_taught() -> None:
             "row 0: the chat template ends the assistant's messages with no token, .*put {{ eos_token }} behind",
         ),
         (
-            LOOP + "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}",
+            LOOP + "{% if add_generation_prompt %}<|im_start|>assistant\n<plan>\n{% endif %}",
             DataError,
-            "row 0: the chat template asks for the assistant's message 1 with '<think>.n' and then writes 'Hi.<|im",
+            "row 0: the chat template asks for the assistant's message 1 with '<plan>.n' and then writes 'Hi.<|im",
         ),
         (
             "{% for m in messages %}{{ m.content }}{% if m.content == 'ANSWER' %}<|im_end|>{% endif %}{% endfor %}",

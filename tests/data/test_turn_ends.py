@@ -36,17 +36,51 @@ def test_a_text_is_the_same_answer_as_a_message(name: str) -> None:
     of = known(name)
     for text in TEXTS:
         ids, said = taught({"prompt": [ASK], "response": text}, of)
-        try:
-            message, as_message = taught({"prompt": [ASK], "response": [say(text)]}, of)
-        except DataError:  # DeepSeek's template does not write what it asked for, gpt-oss' wants channels
-            assert name == "deepseekv3"
-            assert said.startswith(text.removeprefix("<think>\n"))
-            continue
+        message, as_message = taught({"prompt": [ASK], "response": [say(text)]}, of)
         whole = "".join(text.split()) in "".join(of.decode(message).split())
         assert (ids, said) == (message, as_message) or not whole, text
         assert "".join(text.split()) in "".join(of.decode(ids).split())
     end = turn_ends(of).answer
     assert taught({"prompt": [ASK], "response": "Hi." + end}, of) == taught({"prompt": [ASK], "response": "Hi."}, of)
+
+
+R1 = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<｜User｜>{{ m.content }}{% else %}<｜Assistant｜>"
+    "{{ m.content.split('</think>')[-1].ANSWER }}<｜end▁of▁sentence｜>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<｜Assistant｜>OPENED{% endif %}"
+)
+OPENED = {  # what the template opens and strips, and what is taught of the answer "b" without reasoning, and with it
+    ("<think>\n", "strip()"): ("\n</think>\n\nb", "Hmm\n</think>\n\nb"),
+    ("<think>\n", "strip('|')"): ("\n</think>\n\nb", "Hmm\n</think>\n\nb"),
+    ("<think>", "strip()"): ("</think>b", "\nHmm\n</think>\n\nb"),
+}
+
+
+@pytest.mark.parametrize("opened", OPENED)
+def test_reasoning_that_the_prompt_opened_is_closed(opened: tuple[str, str]) -> None:
+    of = copy.copy(tokenizer("deepseekv3"))
+    of.chat_template = R1.replace("OPENED", opened[0]).replace("ANSWER", opened[1])
+    for text, expected in zip(("b", "<think>\nHmm\n</think>\n\nb"), OPENED[opened], strict=True):
+        for response in (text, [say(text)]):
+            ids, said = taught({"prompt": [ASK], "response": response}, of)
+            assert said == f"{expected}<｜end▁of▁sentence｜>"
+            whole = of.decode(ids)
+            assert whole.endswith(f"<｜User｜>Hi<｜Assistant｜>{opened[0]}{said}")
+            assert whole.count("<think>") == whole.count("</think>") == 1
+    with pytest.raises(DataError, match="asks for the assistant's message 1"):
+        data.supervised([{"messages": [ASK, say("b"), MORE, say("b")]}], of)
+    apart = {**say("b"), "reasoning_content": "Hmm"}
+    _, said = taught({"prompt": [ASK], "response": [apart]}, of)
+    assert "".join(said.split()) == "Hmm</think>b<｜end▁of▁sentence｜>"
+
+
+def test_a_template_that_closes_what_it_opened_keeps_its_white_space() -> None:
+    of = copy.copy(tokenizer("deepseekv3"))
+    of.chat_template = R1.replace("OPENED", "<think>").replace(
+        "{{ m.content.split('</think>')[-1].ANSWER }}", "</think>\n{{ m.content.split('</think>')[-1].strip() }}"
+    )
+    for response in ("b", [say("b")]):
+        assert taught({"prompt": [ASK], "response": response}, of)[1] == "</think>\nb<｜end▁of▁sentence｜>"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -3,9 +3,12 @@
 import asyncio
 import inspect
 import pickle
+import re
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import nrl
 from nrl import envs
@@ -13,6 +16,7 @@ from nrl.envs import Trace, Turn, score_of
 from nrl.envs.games.moves import last_number
 from nrl.envs.gym.records import action_of, trace_of, transcript, turn_of
 from nrl.envs.replies import REASONING_MARKS, Reply, opening_mark, split_reasoning
+from nrl.envs.tools import parse
 
 CHANNELS = "<|channel|>analysis<|message|>Perhaps 8.<|end|><|start|>assistant<|channel|>{}<|message|>It is 9."
 
@@ -33,6 +37,12 @@ CHANNELS = "<|channel|>analysis<|message|>Perhaps 8.<|end|><|start|>assistant<|c
         ("<think>a</thinking>b</think>c", Reply("c", "a\n\nb", True)),
         ("<THINK>a</THINK>b", Reply("b", "a", True)),
         ("<think>a</think>b<think>c</think>d", Reply("d", "a\n\nb\n\nc", True)),
+        ("<think>a</think>b</think>c", Reply("b</think>c", "a", True)),  # an answer that shows the mark
+        ("a</think>Use split('</think>')", Reply("Use split('</think>')", "a", True)),
+        ("<think>I close with `</think>`.</think>b", Reply("b", "I close with `\n\n`.", True)),
+        ('<think>It is "9"</think>"9"', Reply('"9"', 'It is "9"', True)),  # two quotations, none of the mark
+        ("<think>a</think>\n\n</think>\n\nb", Reply("b", "a", True)),
+        ("Use `</think>`.", Reply("Use `</think>`.", "", True)),
         ("<think>a</think>b<think>c", Reply("", "a\n\nb\n\nc", False)),
         ("Sure. <think>Perhaps 8.", Reply("", "Sure.\n\nPerhaps 8.", False)),
         ("Write `<think>` first.", Reply("Write `<think>` first.", "", True)),
@@ -47,8 +57,23 @@ CHANNELS = "<|channel|>analysis<|message|>Perhaps 8.<|end|><|start|>assistant<|c
         ("analysis of the case: 9", Reply("analysis of the case: 9", "", True)),
     ],
 )
-def test_a_reply_is_split_at_its_last_closing_mark(text: str, expected: Reply) -> None:
+def test_a_reply_is_split_at_the_first_mark_that_closes_reasoning(text: str, expected: Reply) -> None:
     assert split_reasoning(text) == expected
+
+
+PIECES = ["<think>", "</think>", "</think>", "`</think>`", '"</think>"', "[/THINK]", "a", " ", "\n", '"', "'", "`"]
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=9).map("".join), st.booleans())
+@settings(max_examples=200)
+def test_the_parser_of_calls_ends_reasoning_at_the_same_mark(text: str, reasoning_open: bool) -> None:
+    parsed = parse(text, None, reasoning_open=reasoning_open)
+    reply = split_reasoning(text, reasoning_open=reasoning_open)
+    assert parsed.reasoning_ended == reply.reasoning_ended
+    if parsed.reasoning_ended:  # the parser's text may have words in front of reasoning, too
+        assert parsed.text.endswith(reply.answer.strip())
+    if len(re.findall("<think>", text)) <= (0 if reasoning_open else 1) and text.startswith("<think>"):
+        assert parsed.text == reply.answer.strip()
 
 
 def test_reasoning_that_the_prompt_opened_has_to_be_closed() -> None:

@@ -7,14 +7,14 @@ what begins like a call is a call, or it is reported as malformed, so that the m
 import re
 from typing import NamedTuple
 
-from nrl.envs.replies import REASONING_MARKS
+from nrl.envs.replies import REASONING_MARKS, find_closing, find_mark, is_quoted
 from nrl.envs.tools.formats import FORMATS, READERS, Format, Malformed, MalformedCall, ToolCall, is_bare_call
 from nrl.errors import ModelError
 
 __all__ = ["Parsed", "parse"]
 
 _MARKS = "|".join(map(re.escape, [*REASONING_MARKS, *REASONING_MARKS.values()]))
-_CLOSINGS = re.compile("|".join(map(re.escape, REASONING_MARKS.values())))
+_CLOSINGS = re.compile("|".join(map(re.escape, REASONING_MARKS.values())), re.IGNORECASE)
 _NO_CALLS = Format(re.compile("(?!)"), re.compile("(?!)"), lambda text, stop: iter(()))
 _ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "</s>", "<｜end▁of▁sentence｜>")
 
@@ -51,7 +51,8 @@ def parse(text: str, format: str | None, *, reasoning_open: bool = False) -> Par
         text: of one turn, decoded with special tokens kept: some formats have them for markers.
         format: one of `FORMATS`; `tool_format` finds it. None: there are no tools, so nothing is a call.
         reasoning_open: whether the prompt ended within reasoning, as those of templates do that end in ``<think>``.
-            If not, a ``</think>`` that nothing opened still ends reasoning, which then began with the text.
+            If not, a ``</think>`` that nothing opened still ends reasoning, which then began with the text. Where it
+            ends is as for `nrl.envs.replies.split_reasoning`.
 
     Returns:
         Its parts. What follows a ``<think>`` that is never closed is reasoning, and no call.
@@ -83,32 +84,38 @@ def _scan(text: str, form: Format, opened: bool) -> Parsed:
     Raises:
         _Opened: the prompt did open reasoning, since something closes it first, and that is no argument of a call.
     """
-    stops = re.compile(f"(?P<mark>{_MARKS})|{form.opens.pattern}")
+    stops = re.compile(f"(?P<mark>(?i:{_MARKS}))|{form.opens.pattern}")
     texts: list[str] = []
     thoughts: list[str] = []
     found: list[ToolCall | MalformedCall] = []
-    at, closes, ended = 0, _CLOSINGS if opened else None, True
+    at, ended = 0, True
+    opening = "" if opened else None
     while True:
-        if closes is not None:
-            closed = closes.search(text, at)
-            thoughts.append(text[at : closed.start() if closed else len(text)].strip())
-            at, closes, ended = closed.end() if closed else len(text), None, closed is not None
+        if opening is not None:
+            closing = find_closing(text, at, opening)
+            thoughts.append(text[at : closing.start() if closing else len(text)].strip())
+            at, opening, ended = closing.end() if closing else len(text), None, closing is not None
         stop = stops.search(text, at)
         texts.append(text[at : stop.start() if stop else len(text)])
         if stop is None:
             break
         if mark := stop["mark"]:
-            if mark not in REASONING_MARKS and not opened:
+            at = stop.end()
+            if is_quoted(stop):
+                texts.append(mark)
+            elif not _CLOSINGS.fullmatch(mark):
+                opening, opened = mark, True
+            elif not opened:
                 raise _Opened
-            at, opened = stop.end(), True
-            closes = re.compile(re.escape(REASONING_MARKS[mark])) if mark in REASONING_MARKS else None
+            elif any(map(str.strip, texts)):  # an answer that shows the mark
+                texts.append(mark)
         elif stop[0] == "{" and not is_bare_call(text, stop.start(), texts):
             texts.append("{")
             at = stop.end()
         else:
             more, at = _read(text, stop, form)
             unread = [each.text for each in more if isinstance(each, MalformedCall)]
-            if not opened and any(mark in each for each in unread for mark in REASONING_MARKS.values()):
+            if not opened and any(find_mark(each, 0, _CLOSINGS) for each in unread):
                 raise _Opened
             found += more
     return Parsed(
