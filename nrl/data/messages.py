@@ -32,6 +32,7 @@ __all__ = [
     "decoded_messages",
     "is_chat",
     "read_arguments",
+    "split_content",
     "with_system",
 ]
 
@@ -214,11 +215,24 @@ def _set_reasoning(message: dict[str, Any], where: str) -> None:
     for text, name in texts.items():
         message[REASONING[0]] = text
         content = message["content"]
-        if text and isinstance(content, str) and content.lstrip().startswith("<think>") and "</think>" in content:
-            thought = content.rpartition("</think>")[0]
-            if thought.strip().removeprefix("<think>").strip() != text.strip():
-                raise DataError(f"{where}: '{name}' and the reasoning in 'content' differ; give its reasoning once")
+        if not text or not isinstance(content, str) or "</think>" not in content:
+            continue
+        if split_content(content)[0] == text.strip():
             del message[REASONING[0]]  # templates read that of the content
+        elif content.lstrip().startswith("<think>"):
+            raise DataError(f"{where}: '{name}' and the reasoning in 'content' differ; give its reasoning once")
+
+
+def split_content(content: str) -> tuple[str, str]:
+    """Return the reasoning that a content has before its last ``</think>``, and the content behind that mark.
+
+    Templates that read reasoning of the content take it apart there.
+
+    >>> split_content("<think>Easy.</think>2"), split_content("2")
+    (('Easy.', '2'), ('', '2'))
+    """
+    reasoning, mark, answer = content.rpartition("</think>")
+    return (reasoning.strip().removeprefix("<think>").strip(), answer) if mark else ("", content)
 
 
 def _call(call: Any, where: str, schemas: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -173,6 +173,69 @@ def test_tools_may_be_written_without_descriptions_but_not_cut() -> None:
     with losses() as found:
         check_complete("find q", [], [], [tool()])
         check_complete("find", [], [], [tool()])
-    assert found == {"descriptions of tools": 2, "parameters of tools": 1}
+    assert found == {"descriptions of tools": 2, "parameters of tools": 1, "types of tools": 2}
     with pytest.raises(DataError, match="leaves out the description of the parameter 'q' of the tool 'find', 'What.'"):
         check_complete("find q Find.", [], [], [tool()])
+
+
+DEEP: dict[str, tuple[dict[str, Any], str]] = {  # schemas of a parameter with the mark at some level
+    "inner description": (
+        {"type": "object", "properties": {"city": {"type": "string", "description": MARK}}},
+        "the description of the parameter 'q.city' of the tool 'find'",
+    ),
+    "description of items": (
+        {"type": "array", "items": {"type": "string", "description": MARK}},
+        r"the description of the parameter 'q\[\]' of the tool 'find'",
+    ),
+    "enum of items": (
+        {"type": "array", "items": {"type": "string", "enum": [MARK, "Hi"]}},
+        r"a value of 'enum' of the parameter 'q\[\]' of the tool 'find'",
+    ),
+    "const": ({"anyOf": [{"const": MARK}, {"type": "null"}]}, "a value of 'const' of the parameter 'q' of the tool"),
+    "inner name": (
+        {"type": "array", "items": {"type": "object", "properties": {MARK: {"type": "string"}, "b" * 60: {}}}},
+        rf"the parameter 'q\[\].{MARK}' of the tool 'find'",
+    ),
+    "definition": (
+        {"$ref": "#/$defs/City", "$defs": {"City": {"type": "object", "properties": {MARK: {"type": "string"}}}}},
+        f"the parameter 'q.City.{MARK}' of the tool 'find'",
+    ),
+    "deepest": (
+        {"type": "object", "properties": {"a": {"type": "object", "properties": {"b": {"description": MARK}}}}},
+        "the description of the parameter 'q.a.b' of the tool 'find'",
+    ),
+}
+WRITE_TOOLS = WRITE["tool"] - {"gptoss"}
+
+
+def deep_tool(schema: dict[str, Any]) -> dict[str, Any]:
+    made = tool()
+    made["function"]["parameters"]["properties"]["q"] = {"description": "What.", **schema}
+    return made
+
+
+@pytest.mark.parametrize("name", [*sorted(WRITE_TOOLS), "gptoss"])
+def test_every_level_of_a_tool_s_schema_is_written_or_refused_by_name(name: str) -> None:
+    of = tokenizer(name)
+    for field, (schema, named) in DEEP.items():
+        found = written({"prompt": [ASK], "tools": [deep_tool(schema)]}, of)
+        if isinstance(found, str):
+            assert found.count(MARK) == 1, field
+        else:
+            assert name == "gptoss", (field, str(found))
+            assert re.search(f"leaves out {named}.*, '{MARK}'", str(found)), (field, str(found))
+
+
+def test_the_same_text_at_two_levels_is_looked_for_twice() -> None:
+    inner = {"type": "object", "properties": {"city": {"type": "string", "description": "What."}}}
+    with pytest.raises(DataError, match="leaves out the description of the parameter 'q' of the tool 'find', 'What.'"):
+        check_complete("find q object city string Find. What.", [], [], [deep_tool(inner)])
+
+
+def test_types_and_limits_that_a_template_leaves_out_are_counted() -> None:
+    limited = {"type": "integer", "minimum": 1, "default": None}
+    with losses() as found:
+        data.render([ASK], tokenizer("gptoss"), tools=[deep_tool(limited)])
+        data.render([ASK], tokenizer("qwen3"), tools=[deep_tool(limited)])
+        data.render([ASK], tokenizer("gptoss"), tools=[deep_tool({"type": "string", "enum": ["a", "b"]})])
+    assert found == {"limits and defaults of tools": 1, "types of tools": 1}
