@@ -16,16 +16,13 @@ from nrl.data.messages import (
     canonical_tools,
     decoded_messages,
     is_chat,
-    with_system,
 )
+from nrl.data.row_fields import PROMPT_KEYS, check_fields_agree, row_system, row_tools, with_system
 from nrl.data.sources import read
 from nrl.envs.contract import Task
 from nrl.errors import DataError
 
 __all__ = ["PROMPT_KEYS", "rows", "tasks_of_row"]
-
-PROMPT_KEYS = ("prompt", "messages", "question", "problem")
-"""The fields that may hold a row's prompt; the first that the row has is taken."""
 
 
 def rows(
@@ -115,18 +112,24 @@ def _task(row: Task, place: str, template: str | None, chat: bool, filled: bool)
     check_text_alone(row, f"tasks: {place}", template or "")
     place = f"tasks: {place}"
     row = _canonical(row, place, filled)
+    check_fields_agree(row, place, template=template or "")
     if template is not None:
         prompt: Any = _formatted(template, row, place)
     else:
         prompt = _prompt(row, place)
     if chat and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    system = None if template is not None and "{system" in template else row.get("system")
+    system = None if template is not None and "{system" in template else row_system(row, place)
+    if template is None and system is None and is_chat(prompt) and is_chat(row.get("messages")):
+        first = canonical_messages(row["messages"], f"{place}: 'messages'")[0]
+        system = first["content"] if first["role"] == "system" and prompt[0]["role"] not in _OF_SYSTEM else None
     return {
         **row,
         "prompt": with_system(prompt, system, place) if is_chat(prompt) else check_unprompted(prompt, system, place),
     }
 
+
+_OF_SYSTEM = ("system", "developer")
 
 _CHATS = ("messages", "prompt", "response", "chosen", "rejected")
 """The fields that may hold messages."""
@@ -136,9 +139,9 @@ def _canonical(row: Task, place: str, filled: bool) -> dict[str, Any]:
     """The row with its messages and tools in the canonical form."""
     found = dict(row)
     tools: Sequence[Mapping[str, Any]] = ()
-    if row.get("tools"):
+    if given := row_tools(row, place):
         with suppress(DataError):  # of a column that is something else; `supervised` refuses it
-            found["tools"] = tools = canonical_tools(row["tools"], "", filled=filled)
+            found["tools"] = tools = canonical_tools(given, "", filled=filled)
     for key in _CHATS:
         messages: Any = decoded_messages(row.get(key)) if key == "messages" else row.get(key)
         if are_messages(messages):
