@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from nrl.arguments import checked
+from nrl.arguments import checked, described
 from nrl.data.task_streams import Tasks, tasks
 from nrl.envs.contract import Task
 from nrl.envs.seeds import check_not_negative
@@ -92,8 +92,10 @@ def mixture(streams: Mapping[str, float | tuple[Stream[Task], float]], *, seed: 
         return draws.state() | ({"data": fingerprints} if any(fingerprints) else {})
 
     def restore(state: Mapping[str, Any]) -> None:
+        saved = state.get("data", []) if isinstance(state, Mapping) else []
+        if not isinstance(saved, list | tuple):
+            raise DataError(f"mixture: the state has 'data', {described(saved)}; restore what state() returned")
         draws.restore(state)
-        saved = state.get("data", [])
         if saved and len(saved) != len(parts):
             raise DataError(
                 f"mixture: the saved state is of {len(saved)} streams, and there are {len(parts)}; give the same ones"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nrl.arguments import checked
+from nrl.arguments import checked, described
 from nrl.batch import Batch
 from nrl.data.checks import Tokenizer, exists, shown
 from nrl.data.completeness import losses
@@ -236,6 +236,10 @@ def _with_fingerprint(stream: Source[Task], name: str, fingerprint: Fingerprint 
 
     def restore(state: Mapping[str, Any]) -> None:
         if isinstance(state, Mapping) and "data" in state:
+            if not isinstance(state["data"], Mapping):
+                raise DataError(
+                    f"data.tasks: the state has 'data', {described(state['data'])}; restore what state() returned"
+                )
             check_same_rows(name, state["data"], fingerprint)
         stream.restore(state)
 
