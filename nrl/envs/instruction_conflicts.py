@@ -29,10 +29,12 @@ class Constraint(NamedTuple):
 
     @property
     def least(self) -> int:
+        """The fewest that it asks for."""
         return int(self.how.get("least") or 0)
 
     @property
     def most(self) -> int | None:
+        """The most that it allows; None: it says none."""
         return self.how.get("most")
 
 

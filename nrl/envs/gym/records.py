@@ -19,6 +19,8 @@ __all__ = [
     "At",
     "Begun",
     "Called",
+    "Checked",
+    "Checking",
     "Closed",
     "Closing",
     "Error",
@@ -217,6 +219,18 @@ class TaskFound(Struct):
     task: dict[str, Any]
 
 
+class Checking(Struct):
+    """Ask why no answer to a task can be right."""
+
+    task: dict[str, Any]
+
+
+class Checked(Struct):
+    """Why no answer can be right; null: one can."""
+
+    reason: Text | None
+
+
 class Extracting(Struct):
     """Ask what a verifier reads in an answer."""
 
@@ -242,6 +256,7 @@ class Info(Struct):
         extracts: whether it says what it reads in an answer.
         timeout: seconds that a call may take; null: no limit, or it depends on the task.
         lease: seconds for which an episode is kept that nobody asks for.
+        checks: whether `Checking` is answered; older servers do not say, and do not answer it.
     """
 
     protocol: int
@@ -253,6 +268,7 @@ class Info(Struct):
     extracts: bool
     timeout: float | None
     lease: float
+    checks: bool = False
 
 
 class Failure(Struct):
