@@ -2,7 +2,8 @@
 
 Datasets keep a conversation in several fields: ``prompt`` beside whole ``messages``, ``question`` beside ``prompt``,
 ``response`` beside ``messages`` that end with an answer, ``system_prompt`` for ``system``, ``functions`` for ``tools``.
-`check_fields_agree` refuses a row of which a part would disappear, and names both fields.
+`check_fields_agree` refuses a row of which an answer would disappear, and `unread_prompts` names prompts that nothing
+reads, so that they can be said once a source.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ from nrl.data.messages import (
 )
 from nrl.errors import DataError
 
-__all__ = ["PROMPT_KEYS", "check_fields_agree", "row_system", "row_tools", "with_system"]
+__all__ = ["PROMPT_KEYS", "check_fields_agree", "row_system", "row_tools", "unread_prompts", "with_system"]
 
 PROMPT_KEYS = ("prompt", "messages", "question", "problem")
 """The fields that may hold a row's prompt; the first that the row has is taken."""
@@ -28,51 +29,62 @@ PROMPT_KEYS = ("prompt", "messages", "question", "problem")
 _LEAVE_OUT = "Leave one of them out: format=lambda row: {{key: row[key] for key in row if key != '{}'}}"
 
 
-def check_fields_agree(row: Mapping[str, Any], place: str, *, response: str = "response", template: str = "") -> None:
-    """Check that no field of a row is passed over for another one that says something else.
+def check_fields_agree(row: Mapping[str, Any], place: str, *, response: str = "response") -> None:
+    """Check that whole ``messages`` of a row say the same as its prompt and its answers.
 
     Args:
         row: as the data has it.
         place: how errors name it.
         response: the field that holds the response.
-        template: of the prompt. Where there is one it makes the prompt, so the fields of prompts are not compared.
 
     Raises:
-        DataError: ``prompt`` is not how ``messages`` begin; a ``question`` or ``problem`` is not in the prompt; or
-            ``messages`` end with another answer than the row's own.
+        DataError: ``messages`` have an answer, and do not begin with ``prompt``, or end with another answer than the
+            row's own.
 
-    >>> check_fields_agree({"question": "1+1=", "prompt": "Add: 1+1="}, "row 0")
-    >>> check_fields_agree({"question": "1+1=", "prompt": "Add."}, "row 0")
+    >>> messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    >>> check_fields_agree({"messages": messages, "prompt": "1+1="}, "row 0")
+    >>> check_fields_agree({"messages": messages, "response": "3"}, "row 0")
     Traceback (most recent call last):
-    nrl.errors.DataError: row 0 has 'prompt', 'Add.', and 'question', '1+1=', which is not in it; only 'prompt' would \
-be read. Leave one of them out: format=lambda row: {key: row[key] for key in row if key != 'question'}
+    nrl.errors.DataError: row 0 has 'response', '3', and 'messages' that end with another answer, '2'; only 'response' \
+would be read. Leave one of them out: format=lambda row: {key: row[key] for key in row if key != 'messages'}
     """
-    decoded = decoded_messages(row.get("messages"))
-    messages = canonical_messages(decoded, f"{place}: 'messages'") if are_messages(decoded) else []
-    if not template:
-        _check_prompts(row, messages, place)
-    if messages:
-        _check_answers(row, messages, place, response)
-
-
-def _check_prompts(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], place: str) -> None:
-    prompt = row.get("prompt")
-    has_prompt = isinstance(prompt, str | list | tuple) and len(prompt) > 0
-    if has_prompt and messages and not _begins(messages, prompt, place):
+    messages = _messages_of(row, place)
+    tail = messages[len(before_answers(messages)) :]
+    if not tail:
+        return
+    if _has_prompt(row) and not _begins(messages, row["prompt"], place):
         raise DataError(
-            f"{place} has 'prompt', {shown(repr(prompt))}, and 'messages' that do not begin with it, "
-            f"{shown(repr([dict(message) for message in messages]))}; only one of them would be read. "
-            f"{_LEAVE_OUT.format('messages')}"
+            f"{place} has 'prompt', {shown(repr(row['prompt']))}, and 'messages' that do not begin with it, "
+            f"{shown(repr(messages))}; only one of them would be read. {_LEAVE_OUT.format('messages')}"
         )
+    _check_answers(row, tail, place, response)
+
+
+def unread_prompts(row: Mapping[str, Any], place: str) -> list[tuple[str, str]]:
+    """Return the fields of `PROMPT_KEYS` that say something else than the one that is read: that one, and each other.
+
+    >>> unread_prompts({"question": "1+1=", "prompt": "Add: 1+1="}, "row 0")
+    []
+    >>> unread_prompts({"question": "1+1=", "prompt": "Add."}, "row 0")
+    [('prompt', 'question')]
+    """
+    messages = _messages_of(row, place)
     texts = {key: row[key] for key in PROMPT_KEYS[2:] if isinstance(row.get(key), str) and row[key].strip()}
-    read = "prompt" if has_prompt else "messages" if messages else next(iter(texts), "")
-    for key, text in texts.items():
-        whole = messages if read == "messages" else row[read]
-        if not _holds(whole, text):
-            raise DataError(
-                f"{place} has '{read}', {shown(repr(whole))}, and '{key}', {shown(repr(text))}, which is not in it; "
-                f"only '{read}' would be read. {_LEAVE_OUT.format(key)}"
-            )
+    read = "prompt" if _has_prompt(row) else "messages" if messages else next(iter(texts), "")
+    found = [(read, key) for key in texts if not _holds(messages if read == "messages" else row[read], texts[key])]
+    if read == "prompt" and messages and not _begins(messages, row["prompt"], place):
+        found.append((read, "messages"))
+    return found
+
+
+def _messages_of(row: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
+    decoded = decoded_messages(row.get("messages"))
+    return canonical_messages(decoded, f"{place}: 'messages'") if are_messages(decoded) else []
+
+
+def _has_prompt(row: Mapping[str, Any]) -> bool:
+    prompt = row.get("prompt")
+    return isinstance(prompt, str | list | tuple) and len(prompt) > 0
 
 
 def _begins(messages: Sequence[Mapping[str, Any]], prompt: Any, place: str) -> bool:
@@ -109,11 +121,10 @@ def _holds(whole: Any, text: str) -> bool:
     return "".join(text.split()) in "".join("".join(part.split()) for part in parts if isinstance(part, str))
 
 
-def _check_answers(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], place: str, response: str) -> None:
+def _check_answers(row: Mapping[str, Any], tail: Sequence[Mapping[str, Any]], place: str, response: str) -> None:
     """Check that the answer at the end of messages is one of the row's own answers, if it has any."""
-    tail = messages[len(before_answers(messages)) :]
     keys = [key for key in (response, "chosen", "rejected") if row.get(key) is not None]
-    if not tail or not keys:
+    if not keys:
         return
     answers = {key: row[key] for key in keys}
     for value in answers.values():

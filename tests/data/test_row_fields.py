@@ -36,10 +36,6 @@ def taught(row: dict[str, Any]) -> str:
         ({"prompt": [SYSTEM, ASK], "messages": [{**SYSTEM, "content": "Hi"}, ASK, BYE]}, "'prompt', .* and 'messages'"),
         ({"prompt": [ASK, BYE, ASK], "messages": [ASK, BYE]}, "'prompt', .* and 'messages'"),
         ({"prompt": [3, 4], "messages": [ASK, BYE]}, r"'prompt', \[3, 4\], and 'messages'"),
-        ({"prompt": "Hello", "question": "Thanks"}, "'prompt', 'Hello', and 'question', 'Thanks', which is not in it"),
-        ({"prompt": "Hello", "problem": "Thanks"}, "'prompt', 'Hello', and 'problem', 'Thanks'"),
-        ({"question": "Hello", "problem": "Thanks"}, "'question', 'Hello', and 'problem', 'Thanks'"),
-        ({"messages": [ASK, BYE], "question": "Thanks"}, "'messages', .* and 'question', 'Thanks'"),
         ({"messages": [ASK, BYE], "response": "Hi"}, "'response', 'Hi', and 'messages' that end with another answer"),
         ({"messages": [ASK, BYE], "response": [{**BYE, "content": "Hi"}]}, "'response', .* and 'messages' that end"),
         ({"messages": [ASK, BYE], "chosen": "Hi", "rejected": "No"}, "'chosen', 'Hi', and 'messages' that end with"),
@@ -123,6 +119,26 @@ def test_a_call_that_is_written_twice_is_taught_once() -> None:
 def test_templates_decide_which_prompt_is_read() -> None:
     row = {"prompt": "Hello", "question": "Thanks", "answer": "2"}
     assert data.rows([row], template="{prompt} {question}", chat=False)[0]["prompt"] == "Hello Thanks"
+
+
+@pytest.mark.parametrize(
+    ("row", "read", "other"),
+    [
+        ({"prompt": "Hello", "question": "Thanks"}, "prompt", "question"),
+        ({"prompt": [ASK], "problem": "Thanks"}, "prompt", "problem"),
+        ({"question": "Hello", "problem": "Thanks"}, "question", "problem"),
+        ({"messages": [ASK, BYE], "question": "Thanks"}, "messages", "question"),
+        ({"prompt": "Hello", "messages": [{**ASK, "content": "Hi"}]}, "prompt", "messages"),
+    ],
+)
+def test_prompts_that_nothing_reads_are_said_once(
+    row: dict[str, Any], read: str, other: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for read_rows in (data.rows, lambda given: data.tasks(given, shuffle=False).take(2)):
+        rows = read_rows([row, row])
+        assert rows[1]["prompt"] == [ASK]
+        (line,) = capsys.readouterr().out.splitlines()
+        assert line.startswith(f"data: 2 of 2 rows of the source have '{other}' that is not in their '{read}', and ")
 
 
 # --- Roles
