@@ -77,9 +77,9 @@ def rows(
 
 def print_unread(unread: Mapping[tuple[str, str], int], name: str, total: int) -> None:
     """Print which fields of prompts are passed over for another one, in how many rows of a source."""
-    for (read, key), count in unread.items():
-        where = f"{count} of {total} rows of {name} have '{key}' that is not in their '{read}'"
-        print(f"data: {where}, and '{read}' alone is read; template= makes the prompt of several fields", flush=True)  # noqa: T201
+    for (taken, key), count in unread.items():
+        where = f"{count} of {total} rows of {name} have '{key}' that is not in their '{taken}'"
+        print(f"data: {where}, and '{taken}' alone is read; template= makes the prompt of several fields", flush=True)  # noqa: T201
 
 
 def tasks_of_row(

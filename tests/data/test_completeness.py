@@ -57,14 +57,14 @@ ROWS: dict[str, tuple[dict[str, Any], str]] = {  # where the mark is, and how an
 HERMES = {"chatml", "qwen2_5", "qwen3", "qwen3_5_think", "qwen3_training"}
 MISTRAL = {"mistral_v3", "mistral_v11", "mistral_v13"}
 LLAMA = {"llama3_1", "llama3_2"}
-THINKING = {"qwen3", "qwen3_training", "qwen3_5_think", "gptoss"}
-WRITE: dict[str, set[str]] = {  # templates that are known to write the field
+THINKING = {"qwen3", "qwen3_training", "qwen3_5_think", "gptoss", "glm4moe"}
+WRITE: dict[str, set[str]] = {  # templates that write the field; all others are refused
     **{field: {*NAMES} for field in ("system", "developer", "user", "earlier")},
     "result": {*NAMES} - {"gemma3", "llama3"},
-    "answer": {*NAMES} - {"deepseekv3", "glm4moe"},
-    **dict.fromkeys(("name", "value", "key"), HERMES | MISTRAL | LLAMA),
-    "second": HERMES | MISTRAL,
-    "beside": HERMES | MISTRAL - {"mistral_v3"},
+    "answer": {*NAMES} - {"deepseekv3"},  # whose generation prompt opens reasoning that its messages have not
+    **dict.fromkeys(("name", "value", "key"), HERMES | MISTRAL | LLAMA | {"glm4moe", "gptoss"}),
+    "second": HERMES | MISTRAL | {"glm4moe"},
+    "beside": HERMES | MISTRAL - {"mistral_v3"} | {"glm4moe", "gptoss"},
     **{f: {*NAMES} - {"gemma3", "llama3", "deepseekv3"} for f in ("tool", "description", "parameter", "what")},
     **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), THINKING),
 }
@@ -78,6 +78,7 @@ def test_every_field_is_written_once_or_refused_by_name(name: str) -> None:
         found = written(row, of)
         if isinstance(found, str):
             assert found.count(MARK) == 1, field
+            assert name in WRITE[field], field
         else:
             assert name not in WRITE[field], (field, str(found))
             assert re.search(f"leaves out .*({named})|{REFUSALS}", str(found)), (field, str(found))

@@ -65,8 +65,8 @@ def hostile(way: Way, golds: Sequence[str], others: Sequence[str], asked: str, r
         random: chooses among what could be changed.
 
     Returns:
-        Each is a `Hostile`; none of them answers one of ``golds``, as far as `normal` can tell. Those of ``"reasoning"``
-        have it in reasoning alone, which is no answer.
+        Each is a `Hostile`; none of them answers one of ``golds``, as far as `normal` can tell. Those of the kind
+        ``"reasoning"`` have it in reasoning alone, which is no answer.
     """
     right = {normal(each) for each in (way.core, *golds)}
     wrong = list(dict.fromkeys(each for each in others if normal(each) not in right))
