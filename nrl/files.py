@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
+from urllib.parse import unquote
 
 from nrl.errors import CheckpointError, ConfigError
 
@@ -40,6 +41,7 @@ __all__ = [
     "read_manifest",
     "resolve_output",
     "saved_in",
+    "without_file_scheme",
     "write",
     "write_manifest",
 ]
@@ -53,6 +55,7 @@ type Folder = Path | UPath
 """A folder, or a file, on a disk or in a store of objects. There it has no parts that could be locked or renamed."""
 
 _FEW_INODES = 16  # fewer than a checkpoint may take
+_NAME = 255  # bytes that a name may have on the disks of Linux
 _BLOCK = 1 << 24  # bytes that are asked of a store at once, where a whole file is read
 
 
@@ -69,7 +72,8 @@ def at(where: str | Folder) -> Folder:
         return where
     protocol, url, _ = where.partition("://")
     if not url:
-        return Path(where).expanduser()
+        path = Path(where).expanduser() if where.startswith("~") else Path(where)
+        return path.absolute() if str(path).startswith("~") else path  # of "./~/runs" a Path keeps "~/runs" alone
     from upath import UPath  # what has no store does without it
 
     local: dict[str, Any] = (
@@ -94,24 +98,55 @@ def resolve_output(option: str, name: str | Folder) -> Folder:
         name: its value.
 
     Raises:
-        ConfigError: it holds a variable such as ``$HOME``, or is the root of the file system; or as `at` does.
+        ConfigError: it is empty, holds a variable such as ``$HOME`` or a NUL character, or is the root of the file
+            system; or as `at` does.
 
     >>> resolve_output("run: out", "runs/qwen")
     PosixPath('runs/qwen')
     """
+    if not str(name).strip():
+        raise ConfigError(f"{option}={str(name)!r} is empty; give a folder")
+    if "\0" in str(name):
+        raise ConfigError(f"{option}={str(name)!r} holds a NUL character, which no path may have; leave it out")
     if variable := re.search(r"\$([A-Za-z_]\w*|\{[^}]*\}?)", str(name)):
-        key = variable[1].strip("{}").removeprefix("oc.env:") or "NAME"
+        # Shells write ${NAME:-default}, and other configurations ${env:NAME}.
+        key = re.sub(r"^(oc\.)?env[:.]", "", variable[1].strip("{}"), flags=re.IGNORECASE)
+        key = re.sub(r":-|[:?]", ",", key, count=1) or "NAME"
         raise ConfigError(
             f"{option}={name} holds {variable[0]}, which is not expanded here; write ${{oc.env:{key}}} in a file or on "
             "the command line for an environment variable, or give the path itself"
         )
     try:
         found = at(str(name)) if isinstance(name, Path) else at(name)
+        is_root = isinstance(found, Path) and found.resolve() == Path(found.resolve().anchor)
     except RuntimeError as error:  # there is no such user, or no home
         raise ConfigError(f"{option}={name}: {error}; give the path itself") from error
-    if isinstance(found, Path) and found.resolve() == Path(found.resolve().anchor):
+    if isinstance(found, Path) and any(len(os.fsencode(part)) > _NAME for part in found.parts):
+        raise ConfigError(f"{option}={str(name)[:60]}... has a name of more than {_NAME} bytes; give a shorter one")
+    if is_root:
         raise ConfigError(f"{option}={name} is the root of the file system; give a folder of its own")
     return found
+
+
+def without_file_scheme(option: str, name: str | Path) -> str | Path:
+    """Return the path that a ``file://`` URL names; any other name as it is.
+
+    Args:
+        option: how errors begin, such as ``"run: out"``.
+        name: its value.
+
+    Raises:
+        ConfigError: the URL names another host.
+
+    >>> without_file_scheme("run: out", "file:///data/runs/qwen")
+    '/data/runs/qwen'
+    """
+    url = re.fullmatch(r"(?:file|local):(?P<host>//[^/]*)?(?P<path>/.*)?", str(name), re.DOTALL)  # a Path has one slash
+    if not url:
+        return name
+    if url["host"] not in (None, "//", "//localhost") or not url["path"]:
+        raise ConfigError(f"{option}={name} names no absolute path of this host; give the path itself")
+    return unquote(url["path"])
 
 
 def make(folder: Folder) -> None:

@@ -71,3 +71,11 @@ def test_mistakes_are_told(values: dict[str, object], message: str) -> None:
 def test_references_of_all_kinds_are_found() -> None:
     given = {"a": ["${b.c}", {"d": "${e}${f}"}], "g": "${oc.env:H}", "i": "\\${j}", "k": 3}
     assert references(given) == {"b", "e", "f"}
+
+
+def test_defaults_of_variables_may_be_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECOND", "b")
+    values = {"a": "${oc.env:FIRST_UNSET,${oc.env:SECOND}}/x", "c": "${oc.env:FIRST_UNSET,${d}}", "d": 3}
+    assert interpolated(values) == {"a": "b/x", "c": "3", "d": 3}
+    with pytest.raises(ConfigError, match=r"a: \$\{env:X\} is no reference; write \$\{oc.env:X\} for an environment"):
+        interpolated({"a": "${env:X}"})

@@ -12,7 +12,17 @@ from nrl.backends.models.exporting import export_described
 from nrl.backends.training.storage import weights
 from nrl.command.evaluation import kept
 from nrl.errors import CheckpointError
-from nrl.files import MANIFEST, NOT_FINITE, Folder, at, check_sizes, on_disk, resolve_output, saved_in
+from nrl.files import (
+    MANIFEST,
+    NOT_FINITE,
+    Folder,
+    at,
+    check_sizes,
+    on_disk,
+    resolve_output,
+    saved_in,
+    without_file_scheme,
+)
 
 __all__ = ["Export", "main"]
 
@@ -36,7 +46,9 @@ def main(cfg: Export) -> Path:
         CheckpointError: there is no such checkpoint, or no such value in it, or what it has cannot be exported so.
     """
     root, found = _checkpoint(at(cfg.run), cfg.checkpoint)
-    folder, target = found / cfg.value, resolve_output("export: to", cfg.to) if cfg.to is not None else root / "model"
+    folder, target = found / cfg.value, root / "model"
+    if cfg.to is not None:
+        target = resolve_output("export: to", without_file_scheme("export: to", cfg.to))
     if not isinstance(target, Path):
         raise CheckpointError(
             f"export: {target} is in a store, where no model can be loaded from; give a folder as to="

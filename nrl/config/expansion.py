@@ -2,22 +2,27 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from nrl.config._yaml import Found, Problems, Word
 
-__all__ = ["expand_home", "expand_variables"]
+__all__ = ["ENVIRONMENT", "expand_home", "expand_variables", "find_references", "variable_value"]
 
-_VARIABLE = re.compile(r"\$\{oc\.env:([^{},]*)(?:,([^{}]*))?\}")  # as OmegaConf writes it
+ENVIRONMENT = "oc.env:"
+"""What begins the name of an environment variable in a reference, as in OmegaConf.
+
+>>> ENVIRONMENT
+'oc.env:'
+"""
 _HOME = re.compile(r"~[\w.-]*/")
 
 
 def expand_variables(value: Any) -> Any:
     """Put environment variables into texts; anything else stays as it is.
 
-    ``${oc.env:NAME}`` and ``${oc.env:NAME,default}`` are environment variables. A value that is nothing else has no
-    type until its field gives it one, like text on the command line.
+    ``${oc.env:NAME}`` and ``${oc.env:NAME,default}`` are environment variables; a default may have such ones, too. A
+    value that is nothing else has no type until its field gives it one, like text on the command line.
 
     Args:
         value: mappings, lists and scalars.
@@ -50,14 +55,59 @@ def _expand_item(key: Any, value: Any) -> tuple[Any, list[Found]]:
 
 
 def _expand_text(text: str) -> str:
-    def variable(match: re.Match[str]) -> str:
-        name, default = match[1].strip(), match[2]
-        if name not in os.environ and default is None:
-            raise Problems(((), f"{match[0]}: there is no environment variable {name}; set it"))
-        return os.environ.get(name, (default or "").strip())
+    spans = [span for span in find_references(text) if span[2].startswith(ENVIRONMENT)]
+    result, last = "", 0
+    for start, end, body in spans:
+        try:
+            value = variable_value(body, _expand_text)
+        except KeyError as error:
+            name = error.args[0]
+            found = f"{text[start:end]}: there is no environment variable {name}; set it"
+            raise Problems(((), found if name else f"{text[start:end]}: it names no environment variable")) from None
+        result, last = result + text[last:start] + value, end
+    result += text[last:]
+    whole = [(start, end) for start, end, _ in spans] == [(0, len(text))]
+    return Word(result) if isinstance(text, Word) or whole else result
 
-    result = _VARIABLE.sub(variable, text)
-    return Word(result) if isinstance(text, Word) or _VARIABLE.fullmatch(text) else result
+
+def find_references(text: str) -> Iterator[tuple[int, int, str]]:
+    """Yield where each ``${...}`` of a text begins and ends, and what stands within; of nested ones the outermost.
+
+    >>> list(find_references("a/${b,${c}}/d"))
+    [(2, 11, 'b,${c}')]
+    """
+    start = text.find("${")
+    while start >= 0:
+        depth = 0
+        for place in range(start + 1, len(text)):
+            depth += (text[place] == "{") - (text[place] == "}")
+            if not depth:
+                yield start, place + 1, text[start + 2 : place]
+                start = place
+                break
+        start = text.find("${", start + 1)
+
+
+def variable_value(body: str, expand: Callable[[str], str]) -> str:
+    """Return the value of an environment variable, or its default.
+
+    Args:
+        body: what stands within the reference, such as ``"oc.env:NAME,default"``.
+        expand: expands a default, which is looked at only where there is no such variable.
+
+    Raises:
+        KeyError: there is no such variable, and no default; its argument is the name.
+
+    >>> variable_value("oc.env:NOT_SET, ${b}", str.upper)
+    '${B}'
+    """
+    name, comma, default = body.removeprefix(ENVIRONMENT).partition(",")
+    name = name.strip()
+    if name and name in os.environ:
+        return os.environ[name]
+    if not comma:
+        raise KeyError(name)
+    return expand(default.strip())
 
 
 def expand_home(text: str) -> str:

@@ -1,18 +1,17 @@
 """References in a configuration: ``${policy_base_url}`` stands for the value of another key."""
 
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from nrl.config._yaml import Word
+from nrl.config.expansion import ENVIRONMENT, find_references, variable_value
 from nrl.errors import ConfigError
 
 __all__ = ["interpolated", "references"]
 
-_REFERENCE = re.compile(r"\\?\$\{([^{}]*)\}")
+_REFERENCE = re.compile(r"\\?\$\{([^{}]*)\}")  # the innermost ones
 _MISSING = "???"  # as in OmegaConf: somebody else has to give it
-_ENVIRONMENT = "oc.env:"  # OmegaConf's, too
 
 
 def interpolated(
@@ -53,7 +52,7 @@ def references(value: Any) -> set[str]:
     """
     if isinstance(value, str):
         found = {match[1].strip() for match in _REFERENCE.finditer(value) if match[0][0] == "$"}
-        return {name.split(".")[0] for name in found if not name.startswith(_ENVIRONMENT)}
+        return {name.split(".")[0] for name in found if not name.startswith(ENVIRONMENT)}
     items: Iterable[Any] = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
     return set[str]().union(*map(references, items))
 
@@ -75,24 +74,34 @@ class _Finder:
         where = ".".join(path)
         if value == _MISSING:
             raise ConfigError(f"{where}: the file leaves it open (???); give it, as {where}=VALUE")
-        whole = _REFERENCE.fullmatch(value)
-        if whole and value[0] == "$":
-            return self._named(where, value, whole[1].strip(), chain)
-
-        def put(match: re.Match[str]) -> str:
-            if match[0][0] != "$":
-                return match[0][1:]
-            return _text(where, match[0], self._named(where, match[0], match[1].strip(), chain))
-
-        text = _REFERENCE.sub(put, value)
+        spans = list(find_references(value))
+        if spans and spans[0][:2] == (0, len(value)):
+            return self._named(where, value, spans[0][2].strip(), chain)
+        text, last = "", 0
+        for start, end, body in spans:
+            if value[start - 1 : start] == "\\":
+                text, last = text + value[last : start - 1] + value[start:end], end
+                continue
+            told = value[start:end]
+            text += value[last:start] + _text(where, told, self._named(where, told, body.strip(), chain))
+            last = end
+        text += value[last:]
         return Word(text) if isinstance(value, Word) else text
 
     def _named(self, where: str, told: str, name: str, chain: tuple[str, ...]) -> Any:
-        if name.startswith(_ENVIRONMENT):
-            variable, comma, default = name.removeprefix(_ENVIRONMENT).partition(",")
-            if variable.strip() not in os.environ and not comma:
-                raise ConfigError(f"{where}: {told}: there is no environment variable {variable}; set it")
-            return Word(os.environ.get(variable.strip(), default.strip()))
+        if name.startswith(ENVIRONMENT):
+
+            def expand(default: str) -> str:
+                return _text(where, told, self.value((where,), default, chain))
+
+            try:
+                return Word(variable_value(name, expand))
+            except KeyError as error:
+                variable = error.args[0]
+                raise ConfigError(f"{where}: {told}: there is no environment variable {variable}; set it") from None
+        if name.startswith("env:"):
+            name = name.removeprefix("env:")
+            raise ConfigError(f"{where}: {told} is no reference; write ${{oc.env:{name}}} for an environment variable")
         parts = name.split(".")
         if not all(parts) or ":" in name:
             raise ConfigError(f"{where}: {told} is no reference; write the full path of a key, as in ${{judge.url}}")

@@ -18,9 +18,9 @@ from nrl.data.messages import (
     canonical_tools,
     decoded_messages,
     is_chat,
-    with_system,
 )
 from nrl.data.rendering import answered
+from nrl.data.row_fields import check_fields_agree, row_system, row_tools, with_system
 from nrl.envs.contract import Message, Prompt, Task
 from nrl.errors import DataError, ModelError
 
@@ -73,9 +73,14 @@ def supervised(
 
 
 def _lesson(row: Task, response: str, place: str) -> tuple[Prompt, str | Sequence[Message]]:
+    check_fields_agree(row, place, response=response)
+    system = row_system(row, place)
     if row.get(response) is None and row.get("messages") is not None:
         messages = canonical_messages(decoded_messages(row["messages"]), f"{place}: 'messages'")
-        return [], with_system(messages, row.get("system"), place)
+        if system is None and messages[0]["role"] not in ("system", "developer") and is_chat(row.get("prompt")):
+            first = canonical_prompt(row["prompt"], f"{place}: 'prompt'")[0]
+            system = first["content"] if first["role"] == "system" else None
+        return [], with_system(messages, system, place)
     missing = [field for field in ("prompt", response) if field not in row]
     if missing:
         raise DataError(
@@ -83,7 +88,7 @@ def _lesson(row: Task, response: str, place: str) -> tuple[Prompt, str | Sequenc
             "such as format='gsm8k'; an example that is to make no supervised steps first takes warmup=0"
         )
     answer = _answer(row[response], f"{place}: '{response}'")
-    return _asked(row["prompt"], answer, row.get("system"), place), answer
+    return _asked(row["prompt"], answer, system, place), answer
 
 
 def _asked(prompt: Any, answer: str | Sequence[Message], system: Any, place: str) -> Any:
@@ -218,7 +223,8 @@ def sides(row: Task, place: str) -> tuple[Prompt, str | Sequence[Message], str |
     chosen, rejected = (_answer(row[field], f"{place}: '{field}'") for field in ("chosen", "rejected"))
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise DataError(f"{place}: 'chosen' is {kind(chosen)} and 'rejected' {kind(rejected)}; give two of one kind")
-    system, prompt = row.get("system"), row.get("prompt")
+    check_fields_agree(row, place)
+    system, prompt = row_system(row, place), row.get("prompt")
     if isinstance(chosen, str) or isinstance(rejected, str):
         if prompt is None:
             raise DataError(f"{place} has no 'prompt', which texts answer; it has {fields(row)}")
@@ -272,7 +278,7 @@ type _Encoded = tuple[Tensor, Tensor]
 def _encoded(
     prompt: Prompt, answer: str | Sequence[Message], tokenizer: Any, max_tokens: int | None, place: str, row: Task
 ) -> _Encoded:
-    tools = canonical_tools(row.get("tools"), f"{place}: 'tools'")
+    tools = canonical_tools(row_tools(row, place), f"{place}: 'tools'")
     if tools and isinstance(answer, str) and not is_chat(prompt):
         raise DataError(f"{place} has 'tools', and its prompt is no chat, so nothing shows them; give it as messages")
     try:

@@ -2,18 +2,20 @@
 
 `check_complete` looks for each text of a conversation in what the template wrote: contents, calls, tools, reasoning.
 Some things may be missing, because templates leave them out by design: white space around a text, reasoning of turns
-that are not trained, all descriptions of tools, or all of their parameters. `losses` counts the rows in which they are,
-so that it can be said once a source.
+that are not trained, all descriptions of tools, or all of their parameters; and the types and limits of parameters.
+`losses` counts the rows in which they are, so that it can be said once a source. A tool's schema is read at every
+level: a template that writes its outer parameters and leaves out inner ones is an error.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 from nrl.data.checks import shown
-from nrl.data.messages import REASONING
+from nrl.data.messages import REASONING, split_content
 from nrl.errors import DataError
 
 __all__ = ["check_complete", "losses"]
@@ -102,10 +104,10 @@ def check_complete(
 def _reasoned(message: Mapping[str, Any]) -> dict[str, str]:
     """The texts of a message of the assistant. Templates take apart a content that has the reasoning within marks."""
     found = {name: message[name] for name in REASONING if message.get(name)}
-    thought, end, content = message["content"].rpartition("</think>")
-    if end:
-        found["reasoning in content"] = thought.strip().removeprefix("<think>").strip()
-    return {**found, "content": content if end else message["content"]}
+    reasoning, content = split_content(message["content"])
+    if content != message["content"]:
+        found["reasoning in content"] = reasoning
+    return {**found, "content": content}
 
 
 class _Reader:
@@ -116,6 +118,9 @@ class _Reader:
 
     def has(self, value: str) -> bool:
         return not value or any(self.text.find(each, self.start) >= 0 for each in _spellings(value))
+
+    def count(self, value: str) -> int:
+        return max(self.text.count(each, self.start) for each in _spellings(value))
 
     def behind(self, value: str) -> "_Reader | None":
         at = self.text.find(value, self.start)
@@ -187,31 +192,87 @@ def _check_tools(text: str, tools: Sequence[Mapping[str, Any]]) -> set[str]:
     whole, lost = _Reader(text), set[str]()
     by_kind: dict[str, list[tuple[str, str]]] = {"names": [], "parameters": [], "descriptions": []}
     for tool in tools:
-        for name, kind_of, value in _of_tool(tool):
-            by_kind[kind_of].append((name, value.strip()))
+        for part in _of_tool(tool):
+            if part.kind in by_kind:
+                by_kind[part.kind].append((part.name, part.text.strip()))
+            elif not whole.has(part.text):
+                lost.add(f"{part.kind} of tools")
     for kind_of, texts in by_kind.items():
-        missing = [(name, value) for name, value in texts if not whole.has(value)]
+        times = Counter(value for _, value in texts)
+        missing = [(name, value) for name, value in texts if value and whole.count(value) < times[value]]
         if missing and (kind_of == "names" or len(missing) < len(texts)):
             raise DataError(_missing(*missing[0]))
         lost |= {f"{kind_of} of tools"} if missing else set()
     return lost
 
 
-def _of_tool(tool: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """The texts of a tool that a model has to read: the name and the kind of each, and itself."""
+class _Part(NamedTuple):
+    """A text of a tool that a model has to read; ``name`` is how errors call it."""
+
+    kind: str
+    name: str
+    text: str
+
+
+def _of_tool(tool: Mapping[str, Any]) -> Iterator[_Part]:
     function = tool.get("function", tool)
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         return
     of = f"of the tool '{function['name']}'"
-    yield f"the name {of}", "names", function["name"]
-    parameters = function.get("parameters")
-    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    yield _Part("names", f"the name {of}", function["name"])
     if isinstance(function.get("description"), str):
-        yield f"the description {of}", "descriptions", function["description"]
-    for name, schema in properties.items() if isinstance(properties, Mapping) else ():
-        yield f"the parameter '{name}' {of}", "parameters", str(name)
-        if isinstance(schema, Mapping) and isinstance(schema.get("description"), str):
-            yield f"the description of the parameter '{name}' {of}", "descriptions", schema["description"]
+        yield _Part("descriptions", f"the description {of}", function["description"])
+    yield from _of_schema(function.get("parameters"), "", of)
+    for key in ("return", "returns", "response"):  # as transformers' get_json_schema writes one
+        for part in _of_schema(function.get(key), "", of):
+            yield part._replace(kind="return values")
+
+
+_NAMED_SCHEMAS = ("properties", "patternProperties")
+_DEFINITIONS = ("$defs", "definitions")  # whose names stand in references alone
+_SCHEMAS = ("items", "prefixItems", "anyOf", "oneOf", "allOf", "not", "if", "then", "else", "additionalProperties")
+_SCALARS = ("string", "integer", "number", "boolean", "null")  # lists and objects may be written by their brackets
+_LIMITS = (
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minLength", "maxLength", "pattern"),
+    *("format", "minItems", "maxItems", "uniqueItems", "default"),
+)
+
+
+def _of_schema(schema: Any, path: str, of: str) -> Iterator[_Part]:
+    """Yield the texts of a JSON schema at every level.
+
+    Args:
+        schema: any value; only mappings have texts.
+        path: of the parameter that the schema is of, such as ``"filter.city"``; empty: of all parameters.
+        of: how errors name the tool.
+    """
+    if not isinstance(schema, Mapping):
+        return
+    here = f"of the parameter '{path}' {of}" if path else f"of the parameters {of}"
+    if isinstance(schema.get("description"), str):
+        yield _Part("descriptions", f"the description {here}", schema["description"])
+    for key, choices in (("enum", schema.get("enum")), ("const", [schema["const"]] if "const" in schema else None)):
+        for value in choices if isinstance(choices, list | tuple) else ():
+            written = value if isinstance(value, str) else json.dumps(value, default=str)
+            yield _Part("parameters", f"a value of '{key}' {here}", written)
+    types = schema.get("type")
+    for kind_of in types if isinstance(types, list | tuple) else [types]:
+        if kind_of in _SCALARS and "enum" not in schema:  # whose values show the type
+            yield _Part("types", f"the type {here}", kind_of)
+    for key in _LIMITS:
+        if key in schema:
+            yield _Part("limits and defaults", f"'{key}' {here}", key)
+    for key in (*_NAMED_SCHEMAS, *_DEFINITIONS):
+        named = schema.get(key)
+        for name, inner in named.items() if isinstance(named, Mapping) else ():
+            within = f"{path}.{name}" if path else str(name)
+            if key in _NAMED_SCHEMAS:
+                yield _Part("parameters", f"the parameter '{within}' {of}", str(name))
+            yield from _of_schema(inner, within, of)
+    for key in _SCHEMAS:
+        inner = schema.get(key)
+        for each in inner if isinstance(inner, list | tuple) else [inner]:
+            yield from _of_schema(each, f"{path}[]" if key in ("items", "prefixItems") else path, of)
 
 
 def _check_once(

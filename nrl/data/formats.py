@@ -12,6 +12,7 @@ from typing import Any
 from nrl.data.checks import fields, kind, shown
 from nrl.data.collating import shared
 from nrl.data.messages import before_answers, canonical_messages, decoded_messages, is_chat
+from nrl.data.row_fields import check_fields_agree
 from nrl.envs.contract import Task
 from nrl.errors import DataError
 
@@ -203,8 +204,9 @@ def _pair(format: str, chosen: Any, rejected: Any) -> Task:
 def sharegpt(row: Task) -> Task:
     """Of ShareGPT and its descendants: ``conversations`` become ``messages``.
 
-    The roles are human, gpt, system, function_call (whose value is the JSON text of a call, or of several), observation
-    and tool. The fields ``tools``, a list or its JSON text, and ``system`` are read as in any row.
+    The roles are human, gpt, system, function_call or tool_call (whose value is the JSON text of a call, or of
+    several), observation, tool, tool_response and their like, in small or capital letters. The fields ``tools``, a list
+    or its JSON text, and ``system`` are read as in any row.
 
     Args:
         row: with ``conversations``, each with ``from`` and ``value``; or with ``role`` and ``content``.
@@ -213,7 +215,8 @@ def sharegpt(row: Task) -> Task:
         Its other fields, and ``messages``.
 
     Raises:
-        DataError: no ``conversations``, or a message that is none.
+        DataError: no ``conversations``, a message that is none or has an unknown role, or another conversation in
+            ``conversation`` or ``messages``.
 
     Source: the format of `lmsys/FastChat`'s and LLaMA-Factory's data.
 
@@ -221,11 +224,15 @@ def sharegpt(row: Task) -> Task:
     >>> sharegpt({"conversations": said, "id": 7})
     {'id': 7, 'messages': [{'from': 'human', 'value': '1+1='}, {'from': 'gpt', 'value': '2'}]}
     """
-    key = next((key for key in ("conversations", "conversation") if row.get(key) is not None), "conversations")
-    if key not in row:
+    keys = [key for key in ("conversations", "conversation", "messages") if row.get(key) is not None]
+    key = next(iter(keys), "conversations")
+    if key not in row or key == "messages":
         raise DataError(f"sharegpt: the row has no 'conversations'; it has {fields(row)}")
     messages = decoded_messages(row[key])
-    canonical_messages(messages, f"sharegpt: '{key}'")
+    canonical = canonical_messages(messages, f"sharegpt: '{key}'")
+    for other in keys[1:]:
+        if len(row[other]) and canonical_messages(decoded_messages(row[other]), f"sharegpt: '{other}'") != canonical:
+            raise DataError(f"sharegpt: '{key}' and '{other}' differ, and only '{key}' would be read; leave one out")
     return {**{name: value for name, value in row.items() if name != key}, "messages": messages}
 
 
@@ -273,7 +280,7 @@ def prompt_completion(row: Task) -> Task:
         Its other fields, and ``response``.
 
     Raises:
-        DataError: a field is missing.
+        DataError: a field is missing, or ``response`` is another one.
 
     >>> prompt_completion({"prompt": "1+1=", "completion": "2"})
     {'prompt': '1+1=', 'response': '2'}
@@ -281,6 +288,8 @@ def prompt_completion(row: Task) -> Task:
     for name in ("prompt", "completion"):
         if row.get(name) is None:
             raise DataError(f"prompt_completion: the row has no '{name}'; it has {fields(row)}")
+    if row.get("response") is not None and row["response"] != row["completion"]:
+        raise DataError("prompt_completion: 'completion' and 'response' differ, and only one is read; leave one out")
     others = {name: value for name, value in row.items() if name != "completion"}
     return {**others, "response": row["completion"]}
 
@@ -292,8 +301,8 @@ def verl(row: Task) -> Task:
         row: with ``prompt``, messages, and ``reward_model`` with its ``ground_truth``.
 
     Returns:
-        ``prompt``, ``answer`` (a number becomes a text), and where they are there ``data_source``, ``ability`` and
-        ``extra_info``.
+        ``prompt``, ``answer`` (a number becomes a text), and where they are there ``data_source``, ``ability``,
+        ``extra_info``, ``system`` and ``tools``.
 
     Raises:
         DataError: a field is missing or of another type.
@@ -310,8 +319,13 @@ def verl(row: Task) -> Task:
     if not is_chat(row.get("prompt")):
         raise DataError(f"verl: 'prompt' is {kind(row.get('prompt'))}; give a list of messages")
     truth = reward["ground_truth"]
-    kept = {name: row[name] for name in ("data_source", "ability", "extra_info") if name in row}
+    kept = {name: row[name] for name in ("data_source", "ability", "extra_info", "system", "tools") if name in row}
     answer = str(truth) if isinstance(truth, int | float) and not isinstance(truth, bool) else truth
+    if row.get("answer") not in (None, truth, answer):
+        raise DataError(
+            f"verl: 'reward_model' has the ground_truth {shown(repr(truth))}, and 'answer' is "
+            f"{shown(repr(row['answer']))}; leave one of them out"
+        )
     return {"prompt": row["prompt"], "answer": answer, **kept}
 
 
@@ -338,6 +352,7 @@ def turns(row: Task) -> list[Task]:
     """
     if "messages" not in row:
         raise DataError(f"turns: the row has no 'messages'; it has {fields(row)}")
+    check_fields_agree(row, "turns: the row")
     given = decoded_messages(row["messages"])
     messages = canonical_messages(given, "turns: 'messages'")
     given = list(given)  # as they came, since only the reader of the source knows which nulls are filler

@@ -10,8 +10,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from nrl.data.messages import REASONING
-from nrl.errors import ModelError
+from nrl.data.checks import shown
+from nrl.data.messages import REASONING, ROLES
+from nrl.errors import DataError, ModelError
 
 __all__ = ["Form", "as_taken", "form", "selected_template"]
 
@@ -110,6 +111,9 @@ def as_taken(
         tokenizer: a transformers tokenizer.
         tools: JSON schemas of functions, for the template.
 
+    Raises:
+        DataError: a message has a role that is neither in `nrl.data.messages.ROLES` nor named by the template.
+
     >>> from nrl import tiny
     >>> tokenizer = tiny.bpe(["user assistant"])
     >>> joined = "{% for call in m.tool_calls or [] %}{{ '' + call.function.arguments }}{% endfor %}"
@@ -140,8 +144,14 @@ def _known(message: Mapping[str, Any], tokenizer: Any, tools: Sequence[Mapping[s
     """A message whose role and whose field of reasoning the template knows."""
     if "weight" in message:
         message = {key: value for key, value in message.items() if key != "weight"}
-    if message.get("role") == "developer" and not _DEVELOPER.search(selected_template(tokenizer, tools)):
+    if message.get("role") == "developer" and not _names(selected_template(tokenizer, tools), "developer"):
         message = {**message, "role": "system"}
+    role = str(message.get("role"))
+    if role not in ROLES.values() and not _names(selected_template(tokenizer, tools), role):
+        raise DataError(
+            f"render: a message has the role {shown(repr(role))}, which the chat template does not name; the roles "
+            f"that are read are {', '.join(ROLES)}"
+        )
     given = next((name for name in REASONING if isinstance(message.get(name), str)), None)
     if given is None:
         return message
@@ -151,7 +161,10 @@ def _known(message: Mapping[str, Any], tokenizer: Any, tools: Sequence[Mapping[s
     return {name if key == given else key: value for key, value in message.items()}
 
 
-_DEVELOPER = re.compile(r"[\"']developer[\"']")
+def _names(template: str, role: str) -> bool:
+    return f"'{role}'" in template or f'"{role}"' in template
+
+
 _ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 

@@ -24,6 +24,7 @@ from nrl.errors import DataError
 
 __all__ = [
     "REASONING",
+    "ROLES",
     "are_messages",
     "before_answers",
     "canonical_messages",
@@ -32,7 +33,7 @@ __all__ = [
     "decoded_messages",
     "is_chat",
     "read_arguments",
-    "with_system",
+    "split_content",
 ]
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -42,15 +43,23 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 'reasoning_content'
 """
 
-_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "observation": "tool",
-    "function": "tool",
-    "tool_response": "tool",
+ROLES = {
+    **{role: role for role in ("system", "developer", "user", "assistant", "tool", "ipython")},
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "ai", "bot"), "assistant"),
+    **dict.fromkeys(("function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(("observation", "function", "tool_response", "function_response"), "tool"),
+    **dict.fromkeys(("tool_result", "function_result"), "tool"),
 }
+"""The roles that are read, of ShareGPT's descendants too, in small letters; and what each becomes.
+
+>>> ROLES["human"]
+'user'
+"""
+
+_CALLS = ("function_call", "tool_call")
+"""Roles whose content is the JSON text of a call."""
+
 _ARGUMENTS = ("arguments", "parameters", "args", "input")
 """The fields of a call that may hold its arguments; the first that it has is taken."""
 
@@ -148,31 +157,33 @@ def canonical_messages(
 def _message(message: Any, where: str, schemas: Mapping[str, Any] | None, parts: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise DataError(f"{where} is {kind(message)}; give {{'role': ..., 'content': ...}}")
-    if "role" not in message and "from" in message:  # ShareGPT's names
-        others = {key: value for key, value in message.items() if key not in ("from", "value")}
-        message = {"role": message["from"], "content": message.get("value"), **others}
-    if "role" not in message:
-        raise DataError(f"{where} has no 'role'; it has {fields(message)}")
-    role = message["role"]
-    if not isinstance(role, str):
-        raise DataError(f"{where}: 'role' is {kind(role)}; give a text")
+    message = _with_role(message, where)
+    role = message["role"].lower()
     found = {key: value for key, value in message.items() if value is not None}
-    found["role"] = _ROLES.get(role, role)
+    found["role"] = ROLES.get(role, message["role"])
     calls = found.pop("tool_calls", None)
-    if role == "function_call" or isinstance(calls, str):
+    of_content = role in _CALLS and not (calls and found.get("content") in (None, ""))
+    if of_content or isinstance(calls, str):
         schemas = None  # Arrow fills nothing into a text
-    if role == "function_call":
+    if of_content and calls:
+        raise DataError(f"{where} has a call in 'content' and others in 'tool_calls'; give all of them in 'tool_calls'")
+    if of_content:
         calls, found["content"] = _decoded(found.get("content"), f"{where}: the call in 'content'"), ""
-    elif isinstance(found.get("function_call"), Mapping):
-        calls = [*(calls or []), found.pop("function_call")]
     if isinstance(calls, str):
         calls = _decoded(calls, f"{where}: 'tool_calls'")
     calls = [calls] if isinstance(calls, Mapping) else calls
     if calls is not None and not isinstance(calls, list | tuple):
         raise DataError(f"{where}: 'tool_calls' is {kind(calls)}; give a list of calls, or leave it out")
-    if calls:
-        found["tool_calls"] = [_call(call, f"{where}: call {at}", schemas) for at, call in enumerate(calls)]
+    read = [_call(call, f"{where}: call {at}", schemas) for at, call in enumerate(calls or ())]
+    if isinstance(found.get("function_call"), Mapping):
+        call = _call(found.pop("function_call"), f"{where}: 'function_call'", schemas)
+        read += [] if call["function"] in [other["function"] for other in read] else [call]
+    if read:
+        found["tool_calls"] = read
         found.setdefault("content", "")
+    for field, remedy in _UNREAD.items():
+        if found.get(field):
+            raise DataError(f"{where} has '{field}', {described(found[field])}, which no template writes; {remedy}")
     found["content"] = _content(found, message, where, parts)
     _set_reasoning(found, where)
     weight = found.pop("weight", 1)
@@ -181,6 +192,42 @@ def _message(message: Any, where: str, schemas: Mapping[str, Any] | None, parts:
             raise DataError(f"{where}: 'weight' is {described(weight)}; give 1, or 0 for a turn that is not trained")
         found |= {} if weight else {"weight": 0}
     return found
+
+
+_UNREAD = {
+    "tools": "give them as the field 'tools' of the row",
+    "refusal": "give it as 'content'",
+}
+"""Fields of a message that say something and that nothing reads there; what to do with them."""
+
+
+def _with_role(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return a message with ``role`` and ``content`` in place of ShareGPT's ``from`` and ``value``."""
+    names = {"role": "from", "content": "value"}
+    found = {key: value for key, value in message.items() if key not in names.values()}
+    of_sharegpt = message.get("role") is None and message.get("from") is not None
+    for name, other in names.items():
+        if other not in message:
+            continue
+        first, second = message.get(name), message[other]
+        if first is None:
+            found[name] = second
+        elif isinstance(second, str) and (first != second if name == "content" else _other_role(first, second)):
+            pair = f"'{name}', {shown(repr(first))}, and '{other}', {shown(repr(second))}"
+            raise DataError(f"{where} has {pair}, which differ; leave one of them out")
+    if "role" not in found:
+        raise DataError(f"{where} has no 'role'; it has {fields(message)}")
+    role = found["role"]
+    if not isinstance(role, str):
+        raise DataError(f"{where}: '{'from' if of_sharegpt else 'role'}' is {kind(role)}; give a text")
+    if of_sharegpt and role.lower() not in ROLES:
+        raise DataError(f"{where}: 'from' is {shown(repr(role))}; the roles that are read are {', '.join(ROLES)}")
+    return found
+
+
+def _other_role(role: Any, speaker: str) -> bool:
+    """Whether ``from`` names another role; a name that is no role is metadata."""
+    return speaker.lower() in ROLES and ROLES[speaker.lower()] != ROLES.get(str(role).lower())
 
 
 def _content(found: Mapping[str, Any], message: Mapping[str, Any], where: str, parts: bool) -> Any:
@@ -214,11 +261,24 @@ def _set_reasoning(message: dict[str, Any], where: str) -> None:
     for text, name in texts.items():
         message[REASONING[0]] = text
         content = message["content"]
-        if text and isinstance(content, str) and content.lstrip().startswith("<think>") and "</think>" in content:
-            thought = content.rpartition("</think>")[0]
-            if thought.strip().removeprefix("<think>").strip() != text.strip():
-                raise DataError(f"{where}: '{name}' and the reasoning in 'content' differ; give its reasoning once")
+        if not text or not isinstance(content, str) or "</think>" not in content:
+            continue
+        if split_content(content)[0] == text.strip():
             del message[REASONING[0]]  # templates read that of the content
+        elif content.lstrip().startswith("<think>"):
+            raise DataError(f"{where}: '{name}' and the reasoning in 'content' differ; give its reasoning once")
+
+
+def split_content(content: str) -> tuple[str, str]:
+    """Return the reasoning that a content has before its last ``</think>``, and the content behind that mark.
+
+    Templates that read reasoning of the content take it apart there.
+
+    >>> split_content("<think>Easy.</think>2"), split_content("2")
+    (('Easy.', '2'), ('', '2'))
+    """
+    reasoning, mark, answer = content.rpartition("</think>")
+    return (reasoning.strip().removeprefix("<think>").strip(), answer) if mark else ("", content)
 
 
 def _call(call: Any, where: str, schemas: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -226,13 +286,20 @@ def _call(call: Any, where: str, schemas: Mapping[str, Any] | None) -> dict[str,
         raise DataError(f"{where} is {kind(call)}; give {{'function': {{'name': ..., 'arguments': ...}}}}")
     call = {key: value for key, value in call.items() if value is not None}
     function = call.get("function")
-    if not isinstance(function, Mapping):
+    if isinstance(function, Mapping):
+        for key in ("name", *_ARGUMENTS):
+            if key in call and read_arguments(call[key]) != read_arguments(function.get(key)):
+                raise DataError(f"{where} has another '{key}' beside its 'function' than in it; leave one of them out")
+    else:
         function = {key: value for key, value in call.items() if key not in _IN_CALL}
         call = {key: value for key, value in call.items() if key in _IN_CALL}
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise DataError(f"{where} has no 'name' of a function; it has {fields(function)}")
-    key = next((key for key in _ARGUMENTS if key in function), "arguments")
+    texts = {key: function[key] for key in _ARGUMENTS if function.get(key)}
+    if any(read_arguments(value) != read_arguments(function[next(iter(texts))]) for value in texts.values()):
+        raise DataError(f"{where} of '{shown(name)}': {' and '.join(map(repr, texts))} differ; give its arguments once")
+    key = next((key for key in (*texts, *_ARGUMENTS) if key in function), "arguments")
     given = function.get(key)
     arguments = read_arguments(given)
     if isinstance(arguments, list | tuple) and all(isinstance(each, tuple) and len(each) == 2 for each in arguments):
@@ -241,7 +308,9 @@ def _call(call: Any, where: str, schemas: Mapping[str, Any] | None) -> dict[str,
         raise DataError(f"{where} of '{shown(name)}': '{key}' is {kind(arguments)}; give an object")
     if schemas is not None and not isinstance(given, str):
         arguments = _without_filler(arguments, schemas.get(name))
-    others = {field: value for field, value in function.items() if field not in ("name", key) and value is not None}
+    others = {
+        field: value for field, value in function.items() if field not in ("name", key, *texts) and value is not None
+    }
     return {"type": "function", **call, "function": {"name": name, "arguments": arguments, **others}}
 
 
@@ -349,32 +418,6 @@ def _decoded(text: Any, where: str) -> Any:
         return json.loads(text)
     except (TypeError, ValueError, RecursionError):
         raise DataError(f"{where} is {shown(repr(text))}, which is no JSON; give JSON text") from None
-
-
-def with_system(messages: Sequence[Mapping[str, Any]], system: Any, where: str) -> Any:
-    """Return canonical messages that begin with a system message of this text.
-
-    Args:
-        messages: may begin with it already.
-        system: of the row; anything but a text that is not empty adds nothing.
-        where: how errors name the row.
-
-    Raises:
-        DataError: they begin with another system message.
-
-    >>> with_system([{"role": "user", "content": "1+1="}], "Be brief.", "row 0")[0]
-    {'role': 'system', 'content': 'Be brief.'}
-    """
-    if not isinstance(system, str) or not system.strip():
-        return messages
-    if not messages or messages[0]["role"] not in ("system", "developer"):
-        return [{"role": "system", "content": system}, *messages]
-    if messages[0]["content"] != system:
-        raise DataError(
-            f"{where} has 'system', {shown(repr(system))}, and its messages begin with another system message, "
-            f"{shown(repr(messages[0]['content']))}; leave one of them out"
-        )
-    return messages
 
 
 def before_answers[M: Mapping[str, Any]](messages: Sequence[M]) -> list[M]:

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from nrl.arguments import checked
+from nrl.arguments import checked, described
 from nrl.data.task_streams import Tasks, tasks
 from nrl.envs.contract import Task
+from nrl.envs.references import TaskCheck
 from nrl.envs.seeds import check_not_negative
 from nrl.errors import DataError
 from nrl.stream import Stream, counting, whole
@@ -92,8 +93,10 @@ def mixture(streams: Mapping[str, float | tuple[Stream[Task], float]], *, seed: 
         return draws.state() | ({"data": fingerprints} if any(fingerprints) else {})
 
     def restore(state: Mapping[str, Any]) -> None:
+        saved = state.get("data", []) if isinstance(state, Mapping) else []
+        if not isinstance(saved, list | tuple):
+            raise DataError(f"mixture: the state has 'data', {described(saved)}; restore what state() returned")
         draws.restore(state)
-        saved = state.get("data", [])
         if saved and len(saved) != len(parts):
             raise DataError(
                 f"mixture: the saved state is of {len(saved)} streams, and there are {len(parts)}; give the same ones"
@@ -106,7 +109,21 @@ def mixture(streams: Mapping[str, float | tuple[Stream[Task], float]], *, seed: 
     for part in parts:
         for reason, count in getattr(part, "dropped", {}).items():
             dropped[reason] = dropped.get(reason, 0) + count
-    return Tasks(*whole(draws._replace(take=take, state=state, restore=restore))[:3], names, None, dropped, sizes)
+
+    def checked_parts(check: TaskCheck) -> Tasks:
+        usable = []
+        for number, part in enumerate(parts):
+            own = getattr(part, "checked", None)
+            usable.append(part if own is None else own(lambda task, number=number: check({**task, "source": number})))
+        if all(part is other for part, other in zip(parts, usable, strict=True)):
+            return mixed
+        shares = [value[1] if isinstance(value, tuple) else value for value in streams.values()]
+        pairs = zip(usable, shares, strict=True)
+        return mixture(dict(zip(names, pairs, strict=True)), seed=seed)._replace(checked=None)
+
+    verbs = whole(draws._replace(take=take, state=state, restore=restore))[:3]
+    mixed = Tasks(*verbs, names, None, dropped, sizes, checked_parts)
+    return mixed
 
 
 def _weight(name: str, weight: Any) -> Fraction:

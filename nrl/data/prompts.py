@@ -1,5 +1,6 @@
 """From rows of a source to tasks: the format makes rows of a row, and each gets its prompt."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,16 +17,13 @@ from nrl.data.messages import (
     canonical_tools,
     decoded_messages,
     is_chat,
-    with_system,
 )
+from nrl.data.row_fields import PROMPT_KEYS, check_fields_agree, row_system, row_tools, unread_prompts, with_system
 from nrl.data.sources import read
 from nrl.envs.contract import Task
 from nrl.errors import DataError
 
-__all__ = ["PROMPT_KEYS", "rows", "tasks_of_row"]
-
-PROMPT_KEYS = ("prompt", "messages", "question", "problem")
-"""The fields that may hold a row's prompt; the first that the row has is taken."""
+__all__ = ["PROMPT_KEYS", "print_unread", "rows", "tasks_of_row"]
 
 
 def rows(
@@ -65,23 +63,32 @@ def rows(
     >>> rows([{"question": "1+1=", "answer": "2"}], template="Q: {question}", chat=False)[0]["prompt"]
     'Q: 1+1='
     """
-    table = read(source)
-    made = tasks_of_row(format, template, chat)
+    table, unread = read(source), Counter[tuple[str, str]]()
+    made = tasks_of_row(format, template, chat, unread)
     found = [
         task for index, row in enumerate(table.rows) for task in made(row, table.place(index), table.filled(index))
     ]
     if not found:
         kept = " that the format keeps" if format else ""
         raise DataError(f"tasks: {table.name} has no rows{kept}; give at least one")
+    print_unread(unread, table.name, len(found))
     return found
 
 
+def print_unread(unread: Mapping[tuple[str, str], int], name: str, total: int) -> None:
+    """Print which fields of prompts are passed over for another one, in how many rows of a source."""
+    for (taken, key), count in unread.items():
+        where = f"{count} of {total} rows of {name} have '{key}' that is not in their '{taken}'"
+        print(f"data: {where}, and '{taken}' alone is read; template= makes the prompt of several fields", flush=True)  # noqa: T201
+
+
 def tasks_of_row(
-    format: str | Format | None, template: str | None, chat: bool
+    format: str | Format | None, template: str | None, chat: bool, unread: "Counter[tuple[str, str]]"
 ) -> Callable[[Any, str, bool], list[Task]]:
     """Make the function from a row to its tasks; see `rows`.
 
     Its arguments are the row, where it stands, and whether its nulls may be filler; see `nrl.data.readers.Table`.
+    ``unread`` counts the rows whose prompts nothing reads; see `nrl.data.row_fields.unread_prompts`.
 
     Raises:
         DataError: there is no format of this name.
@@ -92,7 +99,7 @@ def tasks_of_row(
         if not isinstance(row, Mapping):
             raise DataError(f"tasks: {place} is {kind(row)}; give a mapping, such as {{'prompt': '...'}}")
         if function is None:
-            return [_task(row, place, template, chat, filled)]
+            return [_task(row, place, template, chat, filled, unread)]
         try:
             found = function(row)
         except DataError as error:
@@ -106,27 +113,38 @@ def tasks_of_row(
                 f"tasks: {place}: the format {name_of(function)} returned {kind(found)}; return a mapping, a list of "
                 "mappings, or None to leave the row out"
             )
-        return [_task(each, place, template, chat, filled) for each in several]
+        return [_task(each, place, template, chat, filled, unread) for each in several]
 
     return made
 
 
-def _task(row: Task, place: str, template: str | None, chat: bool, filled: bool) -> Task:
+def _task(
+    row: Task, place: str, template: str | None, chat: bool, filled: bool, unread: "Counter[tuple[str, str]]"
+) -> Task:
     check_text_alone(row, f"tasks: {place}", template or "")
     place = f"tasks: {place}"
     row = _canonical(row, place, filled)
+    check_fields_agree(row, place)
+    passed_over = unread_prompts(row, place) if template is None else []
+    unread.update(passed_over)
     if template is not None:
         prompt: Any = _formatted(template, row, place)
     else:
         prompt = _prompt(row, place)
     if chat and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    system = None if template is not None and "{system" in template else row.get("system")
+    system = None if template is not None and "{system" in template else row_system(row, place)
+    differs = template is not None or ("prompt", "messages") in passed_over
+    if not differs and system is None and is_chat(prompt) and is_chat(row.get("messages")):
+        first = canonical_messages(row["messages"], f"{place}: 'messages'")[0]
+        system = first["content"] if first["role"] == "system" and prompt[0]["role"] not in _OF_SYSTEM else None
     return {
         **row,
         "prompt": with_system(prompt, system, place) if is_chat(prompt) else check_unprompted(prompt, system, place),
     }
 
+
+_OF_SYSTEM = ("system", "developer")
 
 _CHATS = ("messages", "prompt", "response", "chosen", "rejected")
 """The fields that may hold messages."""
@@ -136,9 +154,9 @@ def _canonical(row: Task, place: str, filled: bool) -> dict[str, Any]:
     """The row with its messages and tools in the canonical form."""
     found = dict(row)
     tools: Sequence[Mapping[str, Any]] = ()
-    if row.get("tools"):
+    if given := row_tools(row, place):
         with suppress(DataError):  # of a column that is something else; `supervised` refuses it
-            found["tools"] = tools = canonical_tools(row["tools"], "", filled=filled)
+            found["tools"] = tools = canonical_tools(given, "", filled=filled)
     for key in _CHATS:
         messages: Any = decoded_messages(row.get(key)) if key == "messages" else row.get(key)
         if are_messages(messages):

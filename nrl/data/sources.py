@@ -1,13 +1,15 @@
 """Where rows come from: mappings, files, folders and names of the Hugging Face hub, each as a table of rows."""
 
 import glob
+import math
 import os.path
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, cast
 
+from nrl.arguments import described
 from nrl.data.checks import exists, kind, shown
 from nrl.data.hub import load
 from nrl.data.readers import Table, read_file
@@ -25,13 +27,16 @@ def read(source: str | Path | Sequence[Task | str | Path]) -> Table:
             ``.gz`` or ``.zst`` behind it); a pattern such as ``"data/*.jsonl"``, whose files follow each other in the
             order of their names; a folder that ``datasets.save_to_disk`` wrote, or one of data files; the name of a
             dataset on the Hugging Face hub with its split, ``"owner/name:split"`` or ``"owner/name/config:split"`` (a
-            folder takes ``":split"`` too; a split may be cut, ``"train[:100]"``); mappings; or a list of sources, which
-            follow each other.
+            folder takes ``":split"`` too; a split may be cut, ``"train[:100]"``); mappings; a DataFrame of pandas or
+            polars, or a table of pyarrow; or a list of sources, which follow each other.
 
     Raises:
         DataError: nothing of the kind is there, or it cannot be read.
     """
     if not isinstance(source, str | Path):
+        if (rows := _rows_of_columns(source)) is not None:
+            return Table("the source", rows, "row {}".format, lambda index: True)
+        _check_rows(source)
         if len(source) and isinstance(source[0], str | Path):
             return _joined(cast(Sequence[str | Path], source))
         of_arrow = type(source).__module__.partition(".")[0] == "datasets"
@@ -47,6 +52,48 @@ def read(source: str | Path | Sequence[Task | str | Path]) -> Table:
     if named or os.path.isdir(path):  # noqa: PTH112 - false, and no error, if permission is denied
         return load(str(source))
     return read_file(path)
+
+
+def _rows_of_columns(source: Any) -> list[Any] | None:
+    """Return the rows of a DataFrame of pandas or polars, or of a table of pyarrow; None: it is something else."""
+    if isinstance(source, Sequence | Mapping) or not any(hasattr(source, name) for name in ("columns", "to_pylist")):
+        return None
+    for method in ("to_pylist", "to_dicts"):  # of pyarrow and polars; both have None where there is no value
+        if callable(getattr(source, method, None)):
+            return list(getattr(source, method)())
+    try:
+        return [_plain(row) for row in source.to_dict("records")]
+    except (AttributeError, TypeError, ValueError):
+        return None
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of pandas as Python has it: lists for arrays, and None for NaN, which stands for no value."""
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if hasattr(value, "tolist"):  # of NumPy
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    is_missing = type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, float) and math.isnan(value))
+    return None if is_missing else value
+
+
+def _check_rows(source: Any) -> None:
+    """Check that a source has rows by number, in the order of which it is read."""
+    if isinstance(source, Mapping):
+        splits = ", ".join(map(repr, source))
+        is_splits = type(source).__module__.partition(".")[0] == "datasets"
+        remedy = f"give one of its splits, {splits}" if is_splits else "give a list of mappings, one for each row"
+        raise DataError(f"tasks: the source is {described(source)}; {remedy}")
+    try:
+        if len(source):
+            source[0]
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"tasks: the source is {described(source)}, which has no rows by number ({error!r}); give a list of "
+            "mappings, one for each row, such as list(source) or source.to_dict('records')"
+        ) from error
 
 
 def is_glob(source: str | Path) -> bool:

@@ -2,6 +2,7 @@
 
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -9,13 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nrl.arguments import checked
+from nrl.arguments import checked, described
 from nrl.batch import Batch
 from nrl.data.checks import Tokenizer, exists, shown
 from nrl.data.completeness import losses
 from nrl.data.fingerprints import Fingerprint, RowHash, check_same_rows, fingerprint_of
 from nrl.data.formats import Format
-from nrl.data.prompts import tasks_of_row
+from nrl.data.prompts import print_unread, tasks_of_row
 from nrl.data.rendering import render
 from nrl.data.sources import is_glob, read
 from nrl.envs import arithmetic, reversal
@@ -49,6 +50,8 @@ class Tasks(NamedTuple):
         size: tasks in an epoch; None: there are no epochs.
         dropped: rows of the sources that are left out, by reason: ``"format"``, ``"max_tokens"``, ``"check"``.
         sizes: of a mixture, the tasks in an epoch of each source, by its number; None: that source has no end.
+        checked: from a check to a stream without the tasks to which no answer can be right; itself where there are
+            none. None: a check was made already. `nrl.rollouts` asks for that of its environment.
 
     >>> tasks([{"prompt": "a"}, {"prompt": "b"}]).size
     2
@@ -61,6 +64,7 @@ class Tasks(NamedTuple):
     size: int | None
     dropped: Mapping[str, int]
     sizes: tuple[int | None, ...] = ()
+    checked: "Callable[[TaskCheck], Tasks] | None" = None
 
 
 @checked("data.tasks")
@@ -147,12 +151,18 @@ def tasks(
                 )
             return list(made)
 
-        faulty: dict[str, int] = {} if check is None else {"check": 0}
-        take = generated if check is None else _without_faults(generated, check, name, faulty)
         fingerprint = None if all_rows is None else fingerprint_of(all_rows)
-        if check is not None and all_rows is not None:
-            size = len(all_rows) - len(faults_of(check, all_rows))
-        return Tasks(*_with_fingerprint(derived(numbers, take), name, fingerprint), (name,), size, faulty)
+
+        def checked_stream(check: TaskCheck | None) -> Tasks:
+            faulty: dict[str, int] = {} if check is None else {"check": 0}
+            take = generated if check is None else _without_faults(generated, check, name, faulty)
+            usable = size
+            if check is not None and all_rows is not None:
+                usable = len(all_rows) - len(faults_of(check, all_rows))
+            verbs = _with_fingerprint(derived(numbers, take), name, fingerprint)
+            return Tasks(*verbs, (name,), usable, faulty, checked=None if check else checked_stream)
+
+        return checked_stream(check)
     if isinstance(source, str) and ":" not in source and not exists(Path(source)) and not is_glob(source):
         raise DataError(
             f"tasks: '{shown(source, 300)}' is neither a file (looked in {Path.cwd()}) nor one of the generated "
@@ -162,7 +172,8 @@ def tasks(
     assert not callable(source)
     with waiting(f"data: reading {shown(str(source), 300)}" if isinstance(source, str | Path) else "data: reading"):
         table = read(source)
-    made = tasks_of_row(format, template, chat)
+    unread = Counter[tuple[str, str]]()
+    made = tasks_of_row(format, template, chat, unread)
     length = _length(tokenizer, collate, max_tokens)
     kept = array("q")  # of each task: its row, and its number among the tasks of the row
     total = unused = long = beyond = 0
@@ -194,6 +205,7 @@ def tasks(
             f"the examples max_length={positions}) in place of {max_tokens} to leave them out, or take a model with "
             "more positions"
         )
+    print_unread(unread, table.name, total)
     for field, count in lost.items():
         print(f"data: the chat template leaves out the {field} in {count} of {total} rows of {table.name}", flush=True)  # noqa: T201
     if long:
@@ -204,29 +216,38 @@ def tasks(
     if not kept:
         that = " that the format keeps" if unused else ""
         raise DataError(f"tasks: {table.name} has no rows{that}; give at least one")
-    faults = _leave_out(
-        kept,
-        check,
-        table.name,
-        lambda index: (made(table.rows[index], table.place(index), table.filled(index)), table.place(index)),
-    )
-    which = np.frombuffer(kept, dtype=np.int64).reshape(-1, 2)
 
-    @lru_cache(maxsize=2)
-    def order(epoch: int) -> np.ndarray[Any, Any]:
-        return which[np.random.default_rng([seed, epoch]).permutation(len(which))] if shuffle else which
+    def tasks_at(index: int) -> tuple[list[Task], str]:
+        return made(table.rows[index], table.place(index), table.filled(index)), table.place(index)
 
-    def at(position: int) -> Task:
-        epoch, within = divmod(position, len(which))
-        index, number = map(int, order(epoch)[within])
-        return made(table.rows[index], table.place(index), table.filled(index))[number]
+    def checked_stream(check: TaskCheck) -> Tasks:
+        usable = array("q", kept)
+        faults = _leave_out(usable, check, table.name, tasks_at)
+        return stream(usable, {**dropped, "check": faults}) if faults else unchecked
+
+    def stream(usable: "array[int]", dropped: dict[str, int], checked: Any = None) -> Tasks:
+        which = np.frombuffer(usable, dtype=np.int64).reshape(-1, 2)
+
+        @lru_cache(maxsize=2)
+        def order(epoch: int) -> np.ndarray[Any, Any]:
+            return which[np.random.default_rng([seed, epoch]).permutation(len(which))] if shuffle else which
+
+        def at(position: int) -> Task:
+            epoch, within = divmod(position, len(which))
+            index, number = map(int, order(epoch)[within])
+            return tasks_at(index)[0][number]
+
+        fingerprint = row_hash.fingerprint._replace(tasks=len(which))
+        verbs = _with_fingerprint(counting(at, name="data.tasks"), table.name, fingerprint)
+        return Tasks(*verbs, (table.name,), len(which), dropped, checked=checked)
 
     dropped = {"format": unused} if format is not None else {}
     dropped |= {"max_tokens": long} if max_tokens is not None else {}
-    dropped |= {"check": faults} if check is not None else {}
-    fingerprint = row_hash.fingerprint._replace(tasks=len(which))
-    verbs = _with_fingerprint(counting(at, name="data.tasks"), table.name, fingerprint)
-    return Tasks(*verbs, (table.name,), len(which), dropped)
+    unchecked = stream(kept, dropped, checked_stream)
+    if check is None:
+        return unchecked
+    found = checked_stream(check)
+    return found if found is not unchecked else stream(kept, {**dropped, "check": 0})
 
 
 def _with_fingerprint(stream: Source[Task], name: str, fingerprint: Fingerprint | None) -> tuple[Any, Any, Any]:
@@ -236,6 +257,10 @@ def _with_fingerprint(stream: Source[Task], name: str, fingerprint: Fingerprint 
 
     def restore(state: Mapping[str, Any]) -> None:
         if isinstance(state, Mapping) and "data" in state:
+            if not isinstance(state["data"], Mapping):
+                raise DataError(
+                    f"data.tasks: the state has 'data', {described(state['data'])}; restore what state() returned"
+                )
             check_same_rows(name, state["data"], fingerprint)
         stream.restore(state)
 
@@ -243,21 +268,19 @@ def _with_fingerprint(stream: Source[Task], name: str, fingerprint: Fingerprint 
 
 
 def _leave_out(
-    kept: "array[int]", check: TaskCheck | None, name: str, tasks_at: Callable[[int], tuple[list[Task], str]]
+    kept: "array[int]", check: TaskCheck, name: str, tasks_at: Callable[[int], tuple[list[Task], str]]
 ) -> int:
     """Take rows out of which a task has no right answer, and return how many.
 
     Args:
         kept: of each task its row, and its number among the tasks of the row.
-        check: finds such tasks; None: there is no check.
+        check: finds such tasks.
         name: of the source.
         tasks_at: the tasks of a row, and where the row stands.
 
     Raises:
         DataError: none is left.
     """
-    if check is None:
-        return 0
     pairs = [(kept[at], kept[at + 1]) for at in range(0, len(kept), 2)]
     found = list[tuple[int, str]]()
     for start in range(0, len(pairs), _CHECKED):

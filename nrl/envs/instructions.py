@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nrl.envs.contract import Score, Task, Trace
+from nrl.envs.instruction_conflicts import Constraint, find_conflict
 from nrl.errors import EnvError
 
 __all__ = ["CONSTRAINTS", "constraints"]
@@ -203,12 +204,15 @@ def constraints(task: Task, trace: Trace) -> Score:
     return Score(share, components=found)
 
 
-def _check_task(task: Task) -> None:
-    """Read the constraints of a task once, which raises an `EnvError` of those that do not exist or take no such word.
+def _check_task(task: Task) -> str | None:
+    """Return which constraints of a task cannot be fulfilled together, as far as `find_conflict` knows.
 
-    Whether several can be fulfilled together is not known.
+    Raises:
+        EnvError: a constraint does not exist or does not take its arguments.
     """
     constraints(task, Trace("", ["word"]))
+    conflict = find_conflict([Constraint(*_read(each)) for each in task["constraints"]], _holds, _words)
+    return f"constraints: {conflict}; leave one of them out" if conflict else None
 
 
 constraints.check_task = _check_task  # type: ignore[attr-defined]

@@ -14,6 +14,7 @@ from nrl.backends.samplers import Sampler, capabilities
 from nrl.batch import Batch
 from nrl.envs import Env, Task
 from nrl.envs.contract import declared_rewards
+from nrl.envs.references import task_check
 from nrl.episodes.episode import Episode
 from nrl.episodes.groups import Group
 from nrl.episodes.lengths import check_answer_length
@@ -42,7 +43,8 @@ def rollouts(
     Args:
         sampler: the policy.
         env: the environment.
-        tasks: a stream of tasks, such as `nrl.data.tasks`.
+        tasks: a stream of tasks, such as `nrl.data.tasks`. Where that was made without ``check``, the environment's own
+            check runs now: tasks to which no answer can be right are printed and left out.
         n: episodes of each task.
         sampling: instead of the sampler's own.
         seed: of the noise.
@@ -53,7 +55,7 @@ def rollouts(
 
     Raises:
         EnvError: ``env`` is no environment.
-        DataError: ``n``, ``patience`` or ``concurrency`` is not positive.
+        DataError: ``n``, ``patience`` or ``concurrency`` is not positive; or no task has a right answer.
         ArgumentError: ``max_new_tokens`` of the sampling are more than the sampler's context has tokens.
         EnvError: (when taken from) the patience is used up.
         LostRequest: the same, if it was the sampler that failed.
@@ -74,7 +76,19 @@ def rollouts(
     if patience < 1:
         raise DataError(f"rollouts: patience is {patience}; it must be at least 1")
     check_answer_length("rollouts", sampler, sampling)
+    tasks = _with_right_answers(tasks, env)
     return _stream(_Rolled(sampler, env, tasks, n, sampling, seed, patience), Schedule.bounded("rollouts", concurrency))
+
+
+def _with_right_answers(tasks: Stream[Task], env: Env) -> Stream[Task]:
+    """Leave out tasks to which no answer can be right, as `nrl.data.tasks` does with ``check=``."""
+    check, checked = task_check(env), getattr(tasks, "checked", None)
+    if check is None or checked is None:
+        return tasks
+    usable = cast(Stream[Task], checked(check))
+    if usable is not tasks and "cursor" in (state := tasks.state()):
+        usable.restore({"cursor": state["cursor"]})
+    return usable
 
 
 class _Rolled(NamedTuple):

@@ -19,7 +19,7 @@ import filelock
 
 from nrl.checkpoint import ELSEWHERE
 from nrl.errors import ConfigError
-from nrl.files import resolve_output
+from nrl.files import resolve_output, without_file_scheme
 
 __all__ = ["Folders", "choose", "claim", "dead_end", "entered", "location", "mark_begun", "reusing"]
 
@@ -77,9 +77,10 @@ def _read_out(cfg: Any, who: str) -> Path | None:
     """Return the folder that ``cfg.out`` means; None: it names none."""
     if not getattr(cfg, "out", None):
         return None
+    name = without_file_scheme(f"{who}: out", cfg.out)
     # A Path has one slash of an URL's two.
-    in_store = re.match(r"[A-Za-z][\w+.-]+:/", str(cfg.out))
-    if not in_store and isinstance(out := resolve_output(f"{who}: out", cfg.out), Path):
+    in_store = re.match(r"[A-Za-z][\w+.-]+:/", str(name))
+    if not in_store and isinstance(out := resolve_output(f"{who}: out", name), Path):
         return out
     raise ConfigError(
         f"{who}: out={cfg.out} is in a store, where no run can append to its files; give a folder on a disk as out=, "

@@ -248,8 +248,8 @@ def test_a_good_verifier_passes(here: Path, capsys: pytest.CaptureFixture[str], 
     assert (first["gym_test"], first["data"], first["limit"]) == (f"v.py:{name}", "arithmetic", 3)
     kinds = {each["kind"] for each in tried}
     assert kinds == {
-        "gold", "form", "mutated", "other", "candidates", "repeated", "injected", "question", "operands",
-        "undefined", "empty", "huge",
+        "gold", "form", "mutated", "other", "candidates", "repeated", "reasoning", "injected", "question",
+        "operands", "undefined", "empty", "huge",
     }  # fmt: skip
     gold = [each for each in tried if each["kind"] == "gold"]
     assert [each["reward"] for each in gold] == [1.0] * 3
@@ -263,10 +263,10 @@ def test_a_good_verifier_passes(here: Path, capsys: pytest.CaptureFixture[str], 
 @pytest.mark.parametrize(
     ("name", "faults"),
     [
-        ("everything", "mutated other candidates repeated injected question operands undefined empty huge"),
+        ("everything", "mutated other candidates repeated reasoning injected question operands undefined empty huge"),
         ("computes", "operands"),
         ("divides", "undefined"),
-        ("contains", "mutated candidates"),
+        ("contains", "mutated candidates reasoning"),
         ("nothing", "gold"),
         ("lenient", "empty"),
         ("injected", "injected"),
@@ -275,7 +275,7 @@ def test_a_good_verifier_passes(here: Path, capsys: pytest.CaptureFixture[str], 
         ("long", "huge"),
         ("often", "repeated"),
         ("near", "mutated"),
-        ("known", "other repeated"),
+        ("known", "other repeated reasoning"),
         ("raises", "raises"),
         ("text", "gold raises"),
         ("infinite", "gold raises"),

@@ -57,14 +57,14 @@ ROWS: dict[str, tuple[dict[str, Any], str]] = {  # where the mark is, and how an
 HERMES = {"chatml", "qwen2_5", "qwen3", "qwen3_5_think", "qwen3_training"}
 MISTRAL = {"mistral_v3", "mistral_v11", "mistral_v13"}
 LLAMA = {"llama3_1", "llama3_2"}
-THINKING = {"qwen3", "qwen3_training", "qwen3_5_think", "gptoss"}
-WRITE: dict[str, set[str]] = {  # templates that are known to write the field
+THINKING = {"qwen3", "qwen3_training", "qwen3_5_think", "gptoss", "glm4moe"}
+WRITE: dict[str, set[str]] = {  # templates that write the field; all others are refused
     **{field: {*NAMES} for field in ("system", "developer", "user", "earlier")},
     "result": {*NAMES} - {"gemma3", "llama3"},
-    "answer": {*NAMES} - {"deepseekv3", "glm4moe"},
-    **dict.fromkeys(("name", "value", "key"), HERMES | MISTRAL | LLAMA),
-    "second": HERMES | MISTRAL,
-    "beside": HERMES | MISTRAL - {"mistral_v3"},
+    "answer": {*NAMES} - {"deepseekv3"},  # whose generation prompt opens reasoning that its messages have not
+    **dict.fromkeys(("name", "value", "key"), HERMES | MISTRAL | LLAMA | {"glm4moe", "gptoss"}),
+    "second": HERMES | MISTRAL | {"glm4moe"},
+    "beside": HERMES | MISTRAL - {"mistral_v3"} | {"glm4moe", "gptoss"},
     **{f: {*NAMES} - {"gemma3", "llama3", "deepseekv3"} for f in ("tool", "description", "parameter", "what")},
     **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), THINKING),
 }
@@ -78,6 +78,7 @@ def test_every_field_is_written_once_or_refused_by_name(name: str) -> None:
         found = written(row, of)
         if isinstance(found, str):
             assert found.count(MARK) == 1, field
+            assert name in WRITE[field], field
         else:
             assert name not in WRITE[field], (field, str(found))
             assert re.search(f"leaves out .*({named})|{REFUSALS}", str(found)), (field, str(found))
@@ -173,6 +174,69 @@ def test_tools_may_be_written_without_descriptions_but_not_cut() -> None:
     with losses() as found:
         check_complete("find q", [], [], [tool()])
         check_complete("find", [], [], [tool()])
-    assert found == {"descriptions of tools": 2, "parameters of tools": 1}
+    assert found == {"descriptions of tools": 2, "parameters of tools": 1, "types of tools": 2}
     with pytest.raises(DataError, match="leaves out the description of the parameter 'q' of the tool 'find', 'What.'"):
         check_complete("find q Find.", [], [], [tool()])
+
+
+DEEP: dict[str, tuple[dict[str, Any], str]] = {  # schemas of a parameter with the mark at some level
+    "inner description": (
+        {"type": "object", "properties": {"city": {"type": "string", "description": MARK}}},
+        "the description of the parameter 'q.city' of the tool 'find'",
+    ),
+    "description of items": (
+        {"type": "array", "items": {"type": "string", "description": MARK}},
+        r"the description of the parameter 'q\[\]' of the tool 'find'",
+    ),
+    "enum of items": (
+        {"type": "array", "items": {"type": "string", "enum": [MARK, "Hi"]}},
+        r"a value of 'enum' of the parameter 'q\[\]' of the tool 'find'",
+    ),
+    "const": ({"anyOf": [{"const": MARK}, {"type": "null"}]}, "a value of 'const' of the parameter 'q' of the tool"),
+    "inner name": (
+        {"type": "array", "items": {"type": "object", "properties": {MARK: {"type": "string"}, "b" * 60: {}}}},
+        rf"the parameter 'q\[\].{MARK}' of the tool 'find'",
+    ),
+    "definition": (
+        {"$ref": "#/$defs/City", "$defs": {"City": {"type": "object", "properties": {MARK: {"type": "string"}}}}},
+        f"the parameter 'q.City.{MARK}' of the tool 'find'",
+    ),
+    "deepest": (
+        {"type": "object", "properties": {"a": {"type": "object", "properties": {"b": {"description": MARK}}}}},
+        "the description of the parameter 'q.a.b' of the tool 'find'",
+    ),
+}
+WRITE_TOOLS = WRITE["tool"] - {"gptoss"}
+
+
+def deep_tool(schema: dict[str, Any]) -> dict[str, Any]:
+    made = tool()
+    made["function"]["parameters"]["properties"]["q"] = {"description": "What.", **schema}
+    return made
+
+
+@pytest.mark.parametrize("name", [*sorted(WRITE_TOOLS), "gptoss"])
+def test_every_level_of_a_tool_s_schema_is_written_or_refused_by_name(name: str) -> None:
+    of = tokenizer(name)
+    for field, (schema, named) in DEEP.items():
+        found = written({"prompt": [ASK], "tools": [deep_tool(schema)]}, of)
+        if isinstance(found, str):
+            assert found.count(MARK) == 1, field
+        else:
+            assert name == "gptoss", (field, str(found))
+            assert re.search(f"leaves out {named}.*, '{MARK}'", str(found)), (field, str(found))
+
+
+def test_the_same_text_at_two_levels_is_looked_for_twice() -> None:
+    inner = {"type": "object", "properties": {"city": {"type": "string", "description": "What."}}}
+    with pytest.raises(DataError, match="leaves out the description of the parameter 'q' of the tool 'find', 'What.'"):
+        check_complete("find q object city string Find. What.", [], [], [deep_tool(inner)])
+
+
+def test_types_and_limits_that_a_template_leaves_out_are_counted() -> None:
+    limited = {"type": "integer", "minimum": 1, "default": None}
+    with losses() as found:
+        data.render([ASK], tokenizer("gptoss"), tools=[deep_tool(limited)])
+        data.render([ASK], tokenizer("qwen3"), tools=[deep_tool(limited)])
+        data.render([ASK], tokenizer("gptoss"), tools=[deep_tool({"type": "string", "enum": ["a", "b"]})])
+    assert found == {"limits and defaults of tools": 1, "types of tools": 1}

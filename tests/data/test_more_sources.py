@@ -2,18 +2,20 @@
 
 import functools
 import gzip
+import importlib
 import json
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from nrl import data
 from nrl.data.sources import read
-from nrl.errors import DataError
+from nrl.errors import ArgumentError, DataError
 
 compressed = functools.partial(gzip.compress, mtime=0)  # the same bytes in every process
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(7)]
@@ -133,3 +135,49 @@ def test_sources_of_several_files_that_cannot_be_used(tmp_path: Path) -> None:
 def test_a_table_of_the_datasets_library_may_be_filled(tmp_path: Path) -> None:
     assert read(datasets.Dataset.from_list(ROWS)).filled(0)
     assert not read(ROWS).filled(0)
+
+
+# --- Tables in memory
+
+
+TABLE = [{"prompt": "a", "answer": np.array(["1", "2"])}, {"prompt": "b", "extra": {"n": np.int64(3)}}]
+
+
+@pytest.mark.parametrize("kind", ["pandas", "pyarrow"])
+def test_a_table_in_memory_is_a_source(kind: str) -> None:
+    plain = [{"prompt": "a", "answer": ["1", "2"], "extra": None}, {"prompt": "b", "answer": None, "extra": {"n": 3}}]
+    pandas: Any = importlib.import_module("pandas")  # which has no types
+    source: Any = pandas.DataFrame(TABLE, index=[5, 6]) if kind == "pandas" else pa.Table.from_pylist(plain)
+    assert data.rows(source, chat=False) == plain
+    stream = data.tasks(source, shuffle=False, chat=False)
+    assert stream.take(2) == plain
+    assert stream.state() == data.tasks(source, shuffle=False, chat=False).state() | {"cursor": 2}
+
+
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [
+        (datasets.DatasetDict(train=datasets.Dataset.from_list([{"prompt": "a"}])), "give one of its splits, 'train'"),
+        ({"prompt": ["a", "b"]}, "the source is a dict.*; give a list of mappings, one for each row"),
+        ({1, 2}, "the source is a set.*, which has no rows by number .*; give a list of mappings"),
+        ((row for row in TABLE), "the source is a generator, which has no rows by number"),
+    ],
+)
+def test_a_source_without_rows_by_number_is_refused(source: Any, named: str) -> None:
+    with pytest.raises(DataError, match=named):
+        data.rows(source)
+    with pytest.raises(ArgumentError, match="data.tasks: source is "):
+        data.tasks(source)
+
+
+@pytest.mark.parametrize("saved", [5, "a", None, [1]])
+def test_a_state_of_something_else_is_refused(saved: Any) -> None:
+    stream = data.tasks([{"prompt": "a"}], chat=False)
+    with pytest.raises(
+        DataError, match="data.tasks: the state has 'data', .*; restore what state() returned".replace("()", r"\(\)")
+    ):
+        stream.restore({"cursor": 0, "data": saved})
+    mixed = data.mixture({"a": (stream, 1), "b": (data.tasks([{"prompt": "b"}], chat=False), 1)})
+    with pytest.raises(DataError, match="(mixture|data.tasks): the s"):
+        mixed.restore({"cursor": 0, "data": saved})
+    assert stream.state()["cursor"] == 0

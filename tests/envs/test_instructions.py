@@ -1,5 +1,6 @@
 """Instructions that a program checks: each kind met and not met, and what lazy answers get."""
 
+import re
 import time
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 
 from nrl.envs import CONSTRAINTS, Score, Trace, constraints
 from nrl.envs.instruction_tasks import task
+from nrl.envs.references import faults_of, task_check
 from nrl.errors import DataError, EnvError
 
 CASES: dict[str, tuple[Any, str, str]] = {
@@ -139,3 +141,63 @@ def test_generated_tasks_want_numbers(seed: Any, index: Any) -> None:
         DataError, match=r"instruction_tasks.task: (seed|index) is .*; it must be an integer that is not"
     ):
         task(seed, index)
+
+
+CHECK: Any = task_check(constraints)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (["lowercase", "uppercase"], "'lowercase' and 'uppercase'"),
+        ([{"words": {"most": 3}}, {"words": {"least": 5}}], "{'words': {'least': 5}} and {'words': {'most': 3}}"),
+        ([{"lines": {"most": 1}}, {"paragraphs": {"least": 2}}], "{'paragraphs': {'least': 2}} and {'lines'"),
+        ([{"words": {"most": 3}}, {"sentences": {"least": 4}}], "{'sentences': {'least': 4}} and {'words'"),
+        ([{"words": {"most": 0}}], "{'words': {'most': 0}} cannot be fulfilled by a text that has words"),
+        ([{"words": {"most": 2}}, {"contains": {"words": ["a", "b", "c"]}}], "{'contains'.* and {'words'"),
+        ([{"contains": {"words": ["blue sky"]}}, {"avoids": {"words": ["Sky"]}}], "{'contains'.* and {'avoids'"),
+        ([{"repeats": {"word": "sky", "least": 3}}, {"repeats": {"word": "Sky", "most": 2}}], "{'repeats'.* and {'r"),
+        ([{"repeats": {"word": "sky", "least": 1}}, {"avoids": {"words": ["sky"]}}], "{'repeats'.* and {'avoids'"),
+        ([{"repeats": {"word": "sky", "most": 0}}, {"contains": {"words": ["sky"]}}], "{'contains'.* and {'repeats'"),
+        ([{"letter": {"letter": "e", "most": 1}}, {"contains": {"words": ["eleven"]}}], "{'contains'.* and {'letter'"),
+        ([{"letter": {"letter": "e", "most": 1}}, {"letter": {"letter": "E", "least": 2}}], "{'letter'.* and {'lett"),
+        ([{"begins": {"with": "Yes"}}, "lowercase"], "{'begins': {'with': 'Yes'}} and 'lowercase'"),
+        ([{"ends": {"with": "Bye."}}, "uppercase"], "{'ends': {'with': 'Bye.'}} and 'uppercase'"),
+        ([{"begins": {"with": "Yes"}}, {"begins": {"with": "No"}}], "{'begins': {'with': 'Yes'}} and {'begins'"),
+        ([{"begins": {"with": "No, sir"}}, "no_commas"], "{'begins'.* and 'no_commas'"),
+        ([{"begins": {"with": "No way"}}, {"avoids": {"words": ["no"]}}], "{'begins'.* and {'avoids'"),
+        ([{"begins": {"with": "Yes"}}, "quoted"], "{'begins'.* and 'quoted'"),
+        ([{"ends": {"with": "Yes"}}, "quoted"], "{'ends'.* and 'quoted'"),
+        ([{"begins": {"with": "Here"}}, "json"], "{'begins'.* and 'json'"),
+        (["json", {"bullets": {"least": 1}}], "'json' and {'bullets'"),
+        (["json", "postscript"], "'json' and 'postscript'"),
+        (["lowercase", "postscript"], "'lowercase' and 'postscript'"),
+        (["postscript", {"words": {"most": 1}}], "'postscript' and {'words'"),
+    ],
+)
+def test_constraints_that_contradict_each_other_are_found(given: list[Any], named: str) -> None:
+    faults = faults_of(CHECK, [{"constraints": given}, {"constraints": given[::-1]}])
+    assert {0, 1} == {*faults}
+    first, _, second = named.partition(" and ")
+    pair = f"{first}.* and {second}|{second}.* and {first}" if second else first
+    assert all(re.search(pair, text) and text.endswith("; leave one of them out") for text in faults.values())
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ([{"words": {"most": 3}}, {"words": {"least": 3}}], "one two three"),
+        (["lowercase", {"contains": {"words": ["Sky"]}}, {"begins": {"with": "so"}}], "so, the sky"),
+        ([{"begins": {"with": "no"}}, {"avoids": {"words": ["no"]}}], "nothing"),
+        ([{"begins": {"with": "A"}}, {"begins": {"with": "A sky"}}, {"ends": {"with": "."}}], "A sky."),
+        (["json", "uppercase", "quoted", {"begins": {"with": '"'}}], '"A"'),
+        ([{"avoids": {"words": ["sky"]}}, {"contains": {"words": ["skyline"]}}], "skyline"),
+        ([{"sentences": {"least": 2}}, {"words": {"most": 2}}, {"lines": {"most": 1}}], "One. Two."),
+        (["postscript", {"words": {"most": 2}}], "P.S."),
+        ([{"repeats": {"word": "a", "least": 2}}, {"repeats": {"word": "b", "most": 0}}], "a a"),
+    ],
+)
+def test_constraints_that_a_text_fulfils_are_no_conflict(given: list[Any], text: str) -> None:
+    row = {"constraints": given}
+    assert constraints(row, Trace("", [text])).reward == 1.0
+    assert faults_of(CHECK, [row]) == {}

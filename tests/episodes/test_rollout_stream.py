@@ -260,3 +260,48 @@ def test_a_task_that_an_environment_changes_is_its_own_episode_s() -> None:
     batch = nrl.rollout(Scripted(["a", "b", "c", "d"]), single_turn(first), [task], n=4)
     assert batch["rewards"].tolist() == [1, 1, 1, 1]
     assert task == {"prompt": "a"}
+
+
+# --- Tasks without a right answer
+
+
+UNREAD = {"prompt": "?", "answer": "two"}
+
+
+def test_tasks_without_a_right_answer_are_left_out_before_the_first_take(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [UNREAD, *TASKS, {"prompt": "no answer"}]
+    env = single_turn(number)
+    groups = rollouts(Scripted(["3", "19", "3", "19"]), env, data.tasks(rows, shuffle=False, chat=False), n=2)
+    printed = capsys.readouterr().out
+    assert "data: 2 of 4 tasks of the source are left out, since no answer to them can be right" in printed
+    assert "row 0: task['answer'] is 'two'" in printed
+    assert [group["rewards"].tolist() for group in groups.take(2)] == [[1.0, 0.0], [0.0, 1.0]]
+    state = groups.state()
+    assert state["tasks"]["cursor"] == 2
+    again = rollouts(Scripted(["3"]), env, data.tasks(rows, shuffle=False, chat=False), n=1)
+    again.restore(state)
+    assert again.take(1)[0]["rewards"].tolist() == [1.0]
+
+
+def test_a_stream_whose_tasks_all_have_right_answers_stays(capsys: pytest.CaptureFixture[str]) -> None:
+    stream = data.tasks(TASKS, shuffle=False, chat=False)
+    groups = rollouts(Scripted(["3"]), single_turn(number), stream, n=1)
+    groups.take(1)
+    assert stream.state()["cursor"] == 1
+    checked = data.tasks([UNREAD, *TASKS], shuffle=False, chat=False, check=lambda task: None)
+    rollouts(Scripted([]), single_turn(number), checked, n=1)
+    assert capsys.readouterr().out == ""
+
+
+def test_tasks_of_a_mixture_and_generated_ones_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    def made(seed: int, index: int) -> Any:
+        return {"prompt": str(index), "answer": "none" if index % 2 else str(index)}
+
+    mixed = data.mixture({"rows": (data.tasks([UNREAD, *TASKS], chat=False), 1), "made": (data.tasks(made), 1)}, seed=3)
+    env = by_source(single_turn(number), single_turn(number))
+    groups = rollouts(Scripted(["1"] * 8), env, mixed, n=1)
+    assert "1 of 3 tasks of the source are left out" in capsys.readouterr().out
+    assert len(groups.take(8)) == 8
+    assert "tasks of made are left out" in capsys.readouterr().out
+    with pytest.raises(DataError, match="tasks: 1 of 1 tasks of the source are left out"):
+        rollouts(Scripted([]), single_turn(number), data.tasks([UNREAD], chat=False), n=1)

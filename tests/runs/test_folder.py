@@ -262,7 +262,12 @@ class Texts:
     [
         ("s3://bucket/run", r"out=s3://bucket/run is in a store.* checkpoints\.to=s3://bucket/run"),
         (Path("gs://bucket/run"), "is in a store"),
-        ("file:///tmp/run", "is in a store"),
+        ("file://host/run", "out=file://host/run names no absolute path of this host; give the path itself"),
+        ("  ", "out='  ' is empty; give a folder"),
+        ("a\0b", r"out='a\\x00b' holds a NUL character"),
+        ("a" * 5000, "out=aaa.* has a name of more than 255 bytes; give a shorter one"),
+        ("${env:RUNS}/a", r"holds \$\{env:RUNS\}, .*; write \$\{oc\.env:RUNS\}"),
+        ("${RUNS:-x}/a", r"holds \$\{RUNS:-x\}, .*; write \$\{oc\.env:RUNS,x\}"),
         ("/", "out=/ is the root of the file system"),
         ("//", "is the root of the file system"),
         ("/tmp/..", "is the root of the file system"),
@@ -292,12 +297,18 @@ def test_an_out_in_the_home_folder(out: str, tmp_path: Path, monkeypatch: pytest
     assert not (tmp_path / "~").exists()
 
 
-@pytest.mark.parametrize("out", ["cost $5", "a$(b)", "it's", "~", "a~/b", "run."])
+@pytest.mark.parametrize("out", ["cost $5", "a$(b)", "it's", "~", "a~/b", "run.", "./~/a"])
 def test_odd_names_of_folders_stay(out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     with nrl.run(Texts(out=out)) as run:
         assert run.out.resolve() == tmp_path / ("home" if out == "~" else out)
+
+
+@pytest.mark.parametrize("scheme", ["file://", "file:", "file://localhost"])
+def test_an_out_may_be_the_url_of_a_folder(scheme: str, tmp_path: Path) -> None:
+    with nrl.run(Texts(out=f"{scheme}{tmp_path}/a%20run")) as run:
+        assert run.out == tmp_path / "a run"
 
 
 @pytest.mark.parametrize(("to", "match"), [("/", "root of the file system"), ("$RUNS/a", r"holds \$RUNS")])

@@ -23,7 +23,7 @@ from nrl.envs import Task
 from nrl.envs.contract import TIMEOUT, is_env
 from nrl.envs.shipped import Environments, environments
 from nrl.errors import ConfigError
-from nrl.files import resolve_output
+from nrl.files import resolve_output, without_file_scheme
 from nrl.log import JsonLines, Progress
 
 __all__ = ["Audit", "main"]
@@ -134,7 +134,7 @@ def _gold(tasks: Sequence[Task]) -> str | None:
 
 def _out(cfg: Audit) -> Path:
     """The file to write, which is empty now."""
-    out = resolve_output("gym test: out", cfg.out)
+    out = resolve_output("gym test: out", without_file_scheme("gym test: out", cfg.out))
     if not isinstance(out, Path):
         raise ConfigError(f"gym test: out={cfg.out} is in a store; give a file on a disk")
     if out.is_dir():

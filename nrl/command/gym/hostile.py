@@ -11,7 +11,10 @@ from nrl.command.gym.golds import Way, normal
 
 __all__ = ["KINDS", "Hostile", "hostile", "huge", "mutants"]
 
-KINDS = ("mutated", "other", "candidates", "repeated", "injected", "question", "operands", "undefined", "empty", "huge")
+KINDS = (
+    *("mutated", "other", "candidates", "repeated", "reasoning", "injected", "question", "operands", "undefined"),
+    *("empty", "huge"),
+)
 """In the order of reports."""
 
 _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?")
@@ -62,7 +65,8 @@ def hostile(way: Way, golds: Sequence[str], others: Sequence[str], asked: str, r
         random: chooses among what could be changed.
 
     Returns:
-        Each is a `Hostile`; none of them says one of ``golds``, as far as `normal` can tell.
+        Each is a `Hostile`; none of them answers one of ``golds``, as far as `normal` can tell. Those of the kind
+        ``"reasoning"`` have it in reasoning alone, which is no answer.
     """
     right = {normal(each) for each in (way.core, *golds)}
     wrong = list(dict.fromkeys(each for each in others if normal(each) not in right))
@@ -82,6 +86,10 @@ def hostile(way: Way, golds: Sequence[str], others: Sequence[str], asked: str, r
             )
     for each in (wrong or [core for _, core in changed])[:1]:
         yield Hostile("repeated", "a wrong answer", "\n".join([way.saying(each)] * min(1000, 1 + 10**5 // len(each))))
+    if golds:
+        yield Hostile("reasoning", "that does not end", f"<think>\n{way.text}\n")
+        for each in (wrong or [core for _, core in changed])[:1]:
+            yield Hostile("reasoning", "before a wrong answer", f"<think>\n{way.text}\n</think>\n\n{way.saying(each)}")
     numbers = {str(Decimal(each[0]).normalize()) for each in _NUMBER.finditer(way.core)}
     for text in _INJECTED:  # where 1 or 10 is right, a text that says so is no attack
         if not numbers & {str(Decimal(each[0]).normalize()) for each in _NUMBER.finditer(text)}:

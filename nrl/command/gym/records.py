@@ -17,6 +17,7 @@ FAULTS = {
     "other": "other tasks' answers passed",
     "candidates": "lists of many answers passed",
     "repeated": "wrong answers passed when they were repeated",
+    "reasoning": "right answers that stood in reasoning alone passed",
     "injected": "texts that tell the judge what to say passed",
     "question": "questions passed as their own answers",
     "operands": "sums and products of questions passed that were not worked out",

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from nrl.data.messages import REASONING
+from nrl.data.messages import REASONING, canonical_messages
 from nrl.envs.contract import Turn
 from nrl.envs.endpoint.asked import Asked, arguments_of, call_id, chat_tools, content_of, content_text
 from nrl.envs.endpoint.fields import (
@@ -19,6 +19,7 @@ from nrl.envs.endpoint.fields import (
     shown,
     text_of,
 )
+from nrl.errors import DataError
 
 __all__ = ["answer", "events", "read"]
 
@@ -79,9 +80,15 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         return found | {"tool_call_id": str(message.get("tool_call_id") or "")}
     if role != "assistant":
         return found
-    for name in REASONING[::-1]:  # the first that is there counts
-        if isinstance(message.get(name), str) and message[name]:
-            found["reasoning"] = message[name]
+    if message.get("function_call"):
+        raise Unusable(f"{where}: 'function_call' is not read; give the call in 'tool_calls'", param=where)
+    given = {name: message[name] for name in REASONING if message.get(name)}
+    try:
+        (read,) = canonical_messages([{**found, **given}], where)
+    except DataError as error:
+        raise Unusable(str(error).replace(": message 0", "", 1), param=where) from None
+    if REASONING[0] in read:
+        found["reasoning"] = read[REASONING[0]]
     if calls := message.get("tool_calls"):
         found["tool_calls"] = [_call(each, f"{where}.tool_calls[{at}]") for at, each in enumerate(calls)]
     return found

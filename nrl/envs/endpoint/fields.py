@@ -164,16 +164,20 @@ def check_wishes(body: Mapping[str, Any]) -> None:
 
 
 def sampling_of(body: Mapping[str, Any], *lengths: str) -> dict[str, Any]:
-    """Return how a request wants to be sampled; of ``lengths``, names of the most tokens, the first that it has counts.
+    """Return how a request wants to be sampled; ``lengths`` are names of the most tokens.
 
     Raises:
-        Unusable: a value that is no number of its range, or no text.
+        Unusable: a value that is no number of its range, or no text; or two names of the most tokens that differ.
 
     >>> sampling_of({"temperature": 0, "max_tokens": 5, "user": "me"}, "max_tokens")
     {'temperature': 0, 'max_new_tokens': 5}
     """
     given = {name: body[name] for name in ("temperature", "top_p", "top_k", "seed") if body.get(name) is not None}
     length = next((name for name in lengths if body.get(name) is not None), "")
+    for other in lengths:
+        if body.get(other) is not None and body[other] != body[length]:
+            found = f"{length} is {shown(body[length])} and {other} {shown(body[other])}"
+            raise Unusable(f"{found}, which differ; send one of them", param=other)
     given |= {"max_new_tokens": body[length]} if length else {}
     for name, value in given.items():
         check_number(name, value, length if name == "max_new_tokens" else name)

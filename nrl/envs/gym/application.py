@@ -152,6 +152,7 @@ def routes(service: Service, numbers: Numbers) -> dict[str, Route]:
         "/verify": Route("POST", "Judge an answer.", service.verify, records.Verify, records.Said, digested=True),
         "/group": Route("POST", "Are answers judged together?", service.group, records.Grouping, records.Grouped),
         "/task": Route("POST", "Give a task.", service.task, records.At, records.TaskFound),
+        "/check": Route("POST", "Check a task.", service.check, records.Checking, records.Checked),
         "/extract": Route("POST", "Read an answer.", service.extract, records.Extracting, records.Extracted),
         "/info": Route("GET", "Say what is served.", info, None, records.Info),
         "/health": Route("GET", "Be there.", _saying(FINE), None, Health, open=True),

@@ -19,6 +19,8 @@ __all__ = [
     "At",
     "Begun",
     "Called",
+    "Checked",
+    "Checking",
     "Closed",
     "Closing",
     "Error",
@@ -217,6 +219,18 @@ class TaskFound(Struct):
     task: dict[str, Any]
 
 
+class Checking(Struct):
+    """Ask why no answer to a task can be right."""
+
+    task: dict[str, Any]
+
+
+class Checked(Struct):
+    """Why no answer can be right; null: one can."""
+
+    reason: Text | None
+
+
 class Extracting(Struct):
     """Ask what a verifier reads in an answer."""
 
@@ -243,6 +257,7 @@ class Info(Struct, omit_defaults=True):
         timeout: seconds that a call may take; null: no limit, or it depends on the task.
         lease: seconds for which an episode is kept that nobody asks for.
         num_rewards: how many rewards an episode has, 0 for one number; left out where that is not declared.
+        checks: whether `Checking` is answered; older servers do not say, and do not answer it.
     """
 
     protocol: int
@@ -255,6 +270,7 @@ class Info(Struct, omit_defaults=True):
     timeout: float | None
     lease: float
     num_rewards: Natural | None = None
+    checks: bool = False
 
 
 class Failure(Struct):

@@ -20,8 +20,8 @@ from nrl.envs.contract import Environment, Step, Task, Trace, Turn, Verifier
 from nrl.envs.gym import records
 from nrl.envs.gym.asking import Asked, Places
 from nrl.envs.gym.serving import Server
-from nrl.envs.gym.values import sendable
-from nrl.errors import ArgumentError, EnvError
+from nrl.envs.gym.values import sendable, value_of
+from nrl.errors import ArgumentError, DataError, EnvError
 from nrl.log.waits import wait_until
 
 __all__ = ["RemoteState", "remote"]
@@ -32,6 +32,7 @@ _CLOSING = 5.0  # seconds in which the end of an episode is told
 _encode = msgspec.json.Encoder().encode
 _begun, _stepped, _said = Decoder(records.Begun), Decoder(records.Stepped), Decoder(records.Said)
 _task, _grouped, _extracted = Decoder(records.TaskFound), Decoder(records.Grouped), Decoder(records.Extracted)
+_checked = Decoder(records.Checked)
 
 
 class RemoteState(NamedTuple):
@@ -191,6 +192,8 @@ class _Client:
             made.extract = self._extract
         if self.info.tasks:
             made.tasks = self._own_tasks()
+        if self.info.checks:
+            made.check_task = self._check
         return made
 
     async def _verify(self, task: Task, trace: Any) -> Any:
@@ -208,6 +211,13 @@ class _Client:
         if said.verdict is None:
             raise EnvError(f"remote: {self.info.name} has given no verdict")
         return records.verdict_of(said.verdict)
+
+    async def _check(self, task: Task) -> str | None:
+        try:
+            _, checked = await self.ask("/check", records.Checking(sendable(dict(task), "the task")), _checked)
+        except EnvError as error:  # of the server or the way to it, and not of the task
+            raise DataError(f"remote: {self.info.name} has not checked a task: {error}") from error
+        return None if checked.reason is None else str(value_of(checked.reason))
 
     def _of_group(self, task: Task) -> bool:
         return self.ask_now("/group", [records.Grouping(sendable(dict(task), "the task"))], _grouped)[0].of_group
@@ -231,8 +241,8 @@ class _Client:
         """The environment that is there."""
         verifier: Verifier | None = self.verifier() if self.info.verifies else None
         tasks = self._own_tasks() if self.info.tasks else None
-        num_rewards = self.info.num_rewards
-        return Environment(self._reset, self._step, self._close, verifier, None, tasks, num_rewards=num_rewards)
+        check = self._check if self.info.checks else None
+        return Environment(self._reset, self._step, self._close, verifier, None, tasks, check, self.info.num_rewards)
 
     async def _reset(self, task: Task) -> Any:
         places, session, tried = self.places, uuid.uuid4().hex, set[str]()

@@ -10,14 +10,15 @@ import attrs
 import msgspec
 
 from nrl.envs import contract
-from nrl.envs.contract import TIMEOUT, declared_rewards, is_env, judges_group, timeout_of
+from nrl.envs.contract import TIMEOUT, asynchronous, declared_rewards, is_env, judges_group, settled, timeout_of
 from nrl.envs.gym import records
 from nrl.envs.gym.once import Act, Refused, answered, failed, once, users
 from nrl.envs.gym.values import sendable
+from nrl.envs.references import TaskCheck, task_check
 from nrl.envs.return_values import is_reset, read_observation, read_prompt, read_reset, read_step, verdicts_of
 from nrl.envs.user_code.calls import Caller, Calls
 from nrl.envs.user_code.errors import Failed
-from nrl.errors import ExecutableError
+from nrl.errors import EnvError, ExecutableError
 
 __all__ = ["Service"]
 
@@ -92,6 +93,7 @@ class Service:
             None if callable(self.timeout) else self.timeout,
             self.lease,
             declared_rewards(self.f),
+            task_check(self.f) is not None,
         )
 
     # --- Episodes
@@ -324,6 +326,15 @@ class Service:
             raise failed(f"{self.name}'s tasks returned a {type(found).__name__}; return a mapping with a 'prompt'")
         return _encode(records.TaskFound(users(lambda: sendable(dict(found), "the task"))))
 
+    async def check(self, asked: records.Checking) -> bytes:
+        """Why no answer to a task can be right."""
+        check = task_check(self.f)
+        if check is None:
+            raise Refused(404, "unknown", f"check: {self.name} does not check tasks")
+        self._check_room()
+        reason = await self._made(self._call(_reasons(check), asked.task))
+        return _encode(records.Checked(users(lambda: None if reason is None else sendable(str(reason), "the reason"))))
+
     async def extract(self, asked: records.Extracting) -> bytes:
         """What a verifier reads in an answer."""
         if not hasattr(self.verifier, "extract"):
@@ -377,6 +388,24 @@ class Service:
         ending += [act.answer for act in self._closed.values() if not act.answer.done()]
         await asyncio.gather(*ending, return_exceptions=True)
         self._calls.close()
+
+
+def _reasons(check: TaskCheck) -> TaskCheck:
+    """Return a check that returns the `EnvError` that it raises about a task."""
+
+    async def later(task: Any) -> Any:
+        try:
+            return await settled(check(task))
+        except EnvError as error:
+            return str(error)
+
+    def at_once(task: Any) -> Any:
+        try:
+            return check(task)
+        except EnvError as error:
+            return str(error)
+
+    return later if asynchronous(check) else at_once
 
 
 @attrs.frozen

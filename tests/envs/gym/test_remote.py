@@ -25,7 +25,8 @@ from nrl.envs import STATUSES, Environment, Step, Trace, Turn, exact, of_group, 
 from nrl.envs.gym import asking, remoting
 from nrl.envs.gym.remoting import RemoteState
 from nrl.envs.gym.serving import Server
-from nrl.errors import ConsumedState, EnvError, ForeignState
+from nrl.envs.references import task_check
+from nrl.errors import ConsumedState, DataError, EnvError, ForeignState
 from tests.episodes.scripted import Scripted
 
 
@@ -764,6 +765,47 @@ def test_a_group_tasks_and_what_is_read_in_an_answer() -> None:
         assert (there.of_group({"together": True}), there.of_group({"together": False})) == (True, False)
         with pytest.raises(KeyError, match="together"):
             there.of_group({})
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_server_checks_tasks(later: bool) -> None:
+    """Its fault, and none where the server or the way to it is at fault."""
+
+    def reason(task: Any) -> str | None:
+        if task["answer"] == "raise":
+            raise EnvError("it cannot be read \udcff")
+        if task["answer"] == "bug":
+            raise KeyError("a mistake")
+        return None if task["answer"] else "it is empty"
+
+    async def reason_later(task: Any) -> str | None:
+        return reason(task)
+
+    def judge(task: Any, trace: Any) -> float:
+        return 1.0
+
+    judging: Any = judge
+    judging.check_task = reason_later if later else reason
+    with nrl.serve(judge) as server:
+        there = nrl.remote(server)
+        check: Any = task_check(single_turn(pickle.loads(pickle.dumps(there))))
+        assert [run(check({"answer": answer})) for answer in ("4", "", "raise")] == [
+            *(None, "it is empty", "it cannot be read \udcff")
+        ]
+        with pytest.raises(KeyError, match="a mistake"):
+            run(check({"answer": "bug"}))
+        rows = [{"prompt": "2+2=", "answer": "4"}, {"prompt": "?", "answer": ""}]
+        assert nrl.data.tasks(rows, check=task_check(there)).dropped == {"check": 1}
+        gone = nrl.remote(server, patience=0.1)
+    with pytest.raises(DataError, match="remote: .*judge has not checked a task: "):
+        nrl.data.tasks(rows, check=task_check(gone))
+    with nrl.serve(single_turn(judge)) as server:
+        assert task_check(nrl.remote(server)) is not None
+
+
+def test_a_server_that_does_not_say_that_it_checks_is_not_asked() -> None:
+    with saying({**INFO, "kind": "verifier"}) as says:
+        assert task_check(nrl.remote(says.url)) is None
 
 
 def test_tasks_are_asked_for_together() -> None:

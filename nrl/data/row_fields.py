@@ -1,0 +1,208 @@
+"""Fields of a row that say the same thing: only one of them is read, so the others must not say something else.
+
+Datasets keep a conversation in several fields: ``prompt`` beside whole ``messages``, ``question`` beside ``prompt``,
+``response`` beside ``messages`` that end with an answer, ``system_prompt`` for ``system``, ``functions`` for ``tools``.
+`check_fields_agree` refuses a row of which an answer would disappear, and `unread_prompts` names prompts that nothing
+reads, so that they can be said once a source.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nrl.data.checks import shown
+from nrl.data.messages import (
+    are_messages,
+    before_answers,
+    canonical_messages,
+    canonical_tools,
+    decoded_messages,
+    is_chat,
+    split_content,
+)
+from nrl.errors import DataError
+
+__all__ = ["PROMPT_KEYS", "check_fields_agree", "row_system", "row_tools", "unread_prompts", "with_system"]
+
+PROMPT_KEYS = ("prompt", "messages", "question", "problem")
+"""The fields that may hold a row's prompt; the first that the row has is taken."""
+
+_LEAVE_OUT = "Leave one of them out: format=lambda row: {{key: row[key] for key in row if key != '{}'}}"
+
+
+def check_fields_agree(row: Mapping[str, Any], place: str, *, response: str = "response") -> None:
+    """Check that whole ``messages`` of a row say the same as its prompt and its answers.
+
+    Args:
+        row: as the data has it.
+        place: how errors name it.
+        response: the field that holds the response.
+
+    Raises:
+        DataError: ``messages`` have an answer, and do not begin with ``prompt``, or end with another answer than the
+            row's own.
+
+    >>> messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    >>> check_fields_agree({"messages": messages, "prompt": "1+1="}, "row 0")
+    >>> check_fields_agree({"messages": messages, "response": "3"}, "row 0")
+    Traceback (most recent call last):
+    nrl.errors.DataError: row 0 has 'response', '3', and 'messages' that end with another answer, '2'; only 'response' \
+would be read. Leave one of them out: format=lambda row: {key: row[key] for key in row if key != 'messages'}
+    """
+    messages = _messages_of(row, place)
+    tail = messages[len(before_answers(messages)) :]
+    if not tail:
+        return
+    if _has_prompt(row) and not _begins(messages, row["prompt"], place):
+        raise DataError(
+            f"{place} has 'prompt', {shown(repr(row['prompt']))}, and 'messages' that do not begin with it, "
+            f"{shown(repr(messages))}; only one of them would be read. {_LEAVE_OUT.format('messages')}"
+        )
+    _check_answers(row, tail, place, response)
+
+
+def unread_prompts(row: Mapping[str, Any], place: str) -> list[tuple[str, str]]:
+    """Return the fields of `PROMPT_KEYS` that say something else than the one that is read: that one, and each other.
+
+    >>> unread_prompts({"question": "1+1=", "prompt": "Add: 1+1="}, "row 0")
+    []
+    >>> unread_prompts({"question": "1+1=", "prompt": "Add."}, "row 0")
+    [('prompt', 'question')]
+    """
+    messages = _messages_of(row, place)
+    texts = {key: row[key] for key in PROMPT_KEYS[2:] if isinstance(row.get(key), str) and row[key].strip()}
+    read = "prompt" if _has_prompt(row) else "messages" if messages else next(iter(texts), "")
+    found = [(read, key) for key in texts if not _holds(messages if read == "messages" else row[read], texts[key])]
+    if read == "prompt" and messages and not _begins(messages, row["prompt"], place):
+        found.append((read, "messages"))
+    return found
+
+
+def _messages_of(row: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
+    decoded = decoded_messages(row.get("messages"))
+    return canonical_messages(decoded, f"{place}: 'messages'") if are_messages(decoded) else []
+
+
+def _has_prompt(row: Mapping[str, Any]) -> bool:
+    prompt = row.get("prompt")
+    return isinstance(prompt, str | list | tuple) and len(prompt) > 0
+
+
+def _begins(messages: Sequence[Mapping[str, Any]], prompt: Any, place: str) -> bool:
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if not is_chat(prompt):
+        return False  # token ids
+    first, second = _turns(canonical_messages(prompt, f"{place}: 'prompt'")), _turns(messages)
+    if (first[:1] and first[0][0] == "system") != (second[:1] and second[0][0] == "system"):
+        # `with_system` puts the system's message of one in front of the other, too.
+        first, second = (
+            [turn for at, turn in enumerate(turns) if at or turn[0] != "system"] for turns in (first, second)
+        )
+    return second[: len(first)] == first
+
+
+def _turns(messages: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
+    return [
+        (
+            {"developer": "system"}.get(message["role"], message["role"]),
+            str(message["content"]).strip(),
+            [call["function"] for call in message.get("tool_calls") or ()],
+        )
+        for message in messages
+    ]
+
+
+def _holds(whole: Any, text: str) -> bool:
+    """Whether a prompt has a text, whatever the white space in it."""
+    if is_chat(whole):
+        parts = [part.get("content", part.get("value")) for part in whole if isinstance(part, Mapping)]
+    else:
+        parts = [whole]
+    return "".join(text.split()) in "".join("".join(part.split()) for part in parts if isinstance(part, str))
+
+
+def _check_answers(row: Mapping[str, Any], tail: Sequence[Mapping[str, Any]], place: str, response: str) -> None:
+    """Check that the answer at the end of messages is one of the row's own answers, if it has any."""
+    keys = [key for key in (response, "chosen", "rejected") if row.get(key) is not None]
+    if not keys:
+        return
+    answers = {key: row[key] for key in keys}
+    for value in answers.values():
+        if isinstance(value, str):
+            said = {message["content"].strip() for message in tail}
+            if {value.strip(), split_content(value)[1].strip()} & {
+                *said,
+                *(split_content(text)[1].strip() for text in said),
+            }:
+                return
+        elif are_messages(value) and _turns(canonical_messages(value, place))[-len(tail) :] == _turns(tail):
+            return
+        elif not are_messages(value):
+            return  # it is no answer, and what reads it says so
+    key = keys[0]
+    raise DataError(
+        f"{place} has '{key}', {shown(repr(answers[key]))}, and 'messages' that end with another answer, "
+        f"{shown(repr(tail[-1]['content']))}; only '{key}' would be read. {_LEAVE_OUT.format('messages')}"
+    )
+
+
+def row_system(row: Mapping[str, Any], place: str) -> Any:
+    """Return the system prompt of a row, which some datasets have as ``system_prompt``.
+
+    Raises:
+        DataError: it has both, and they differ.
+
+    >>> row_system({"system_prompt": "Be brief.", "question": "1+1="}, "row 0")
+    'Be brief.'
+    """
+    return _one_of(row, ("system", "system_prompt"), place, lambda value: value)
+
+
+def row_tools(row: Mapping[str, Any], place: str) -> Any:
+    """Return the tools of a row, which some datasets have as ``functions``.
+
+    Raises:
+        DataError: it has both, and they differ.
+
+    >>> row_tools({"functions": [{"name": "add"}]}, "row 0")
+    [{'name': 'add'}]
+    """
+    return _one_of(row, ("tools", "functions"), place, lambda tools: canonical_tools(tools, place))
+
+
+def _one_of(row: Mapping[str, Any], keys: tuple[str, str], place: str, canonical: Any) -> Any:
+    first, second = (None if isinstance(row.get(key), str) and not row[key].strip() else row.get(key) for key in keys)
+    if not second or not isinstance(second, str | list | tuple):
+        return row.get(keys[0])
+    if first and canonical(first) != canonical(second):
+        raise DataError(
+            f"{place} has '{keys[0]}', {shown(repr(first))}, and '{keys[1]}', {shown(repr(second))}, which differ; "
+            f"only one of them would be read. {_LEAVE_OUT.format(keys[1])}"
+        )
+    return first or second
+
+
+def with_system(messages: Sequence[Mapping[str, Any]], system: Any, where: str) -> Any:
+    """Return canonical messages that begin with a system message of this text.
+
+    Args:
+        messages: may begin with it already.
+        system: of the row; anything but a text that is not empty adds nothing.
+        where: how errors name the row.
+
+    Raises:
+        DataError: they begin with another system message.
+
+    >>> with_system([{"role": "user", "content": "1+1="}], "Be brief.", "row 0")[0]
+    {'role': 'system', 'content': 'Be brief.'}
+    """
+    if not isinstance(system, str) or not system.strip():
+        return messages
+    if not messages or messages[0]["role"] not in ("system", "developer"):
+        return [{"role": "system", "content": system}, *messages]
+    if messages[0]["content"] != system:
+        raise DataError(
+            f"{where} has 'system', {shown(repr(system))}, and its messages begin with another system message, "
+            f"{shown(repr(messages[0]['content']))}; leave one of them out"
+        )
+    return messages
