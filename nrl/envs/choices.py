@@ -20,7 +20,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from nrl.envs.contract import Score, Task, Trace
-from nrl.envs.verifiers import boxes, extracts
+from nrl.envs.final_numbers import boxes
+from nrl.envs.verifiers import extracts
 from nrl.errors import EnvError
 
 __all__ = ["choice", "chosen_letter"]
