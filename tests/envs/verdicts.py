@@ -9,7 +9,7 @@ from typing import Any
 
 from nrl import envs
 from nrl.envs import Trace, score_of
-from nrl.envs.judging import read_score
+from nrl.envs.judge_scores import read_score
 
 PAGE = Path(__file__).parents[2] / "docs" / "verifiers.md"
 
