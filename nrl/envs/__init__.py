@@ -24,6 +24,7 @@ from nrl.envs.contract import (
     Verdict,
     Verifier,
 )
+from nrl.envs.final_numbers import final_number
 from nrl.envs.games import sliding_puzzle, tic_tac_toe
 from nrl.envs.instructions import CONSTRAINTS, constraints
 from nrl.envs.interpreter import Interpreter, python
@@ -41,7 +42,6 @@ from nrl.envs.verifiers import (
     exact,
     extractor,
     extracts,
-    final_number,
     number,
     number_or_wrong,
 )

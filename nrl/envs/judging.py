@@ -2,8 +2,6 @@
 
 import asyncio
 import hashlib
-import json
-import re
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent import futures
@@ -11,27 +9,14 @@ from typing import Any
 
 from nrl.arguments import checked
 from nrl.envs.contract import FailedScore, Score, Task, Trace
-from nrl.envs.replies import split_reasoning
+from nrl.envs.judge_scores import read_score
 from nrl.errors import ArgumentError, EnvError
 from nrl.runtime.threads import beside
 
-__all__ = ["RUBRIC", "judge", "read_score"]
+__all__ = ["RUBRIC", "judge"]
 
 RUBRIC = "You judge answers to questions. A good answer is correct, complete, and no longer than the question needs."
 """What the judge is told by default."""
-
-_NUMBER = r"(-?\d+(?:\.\d+)?)"
-_OF = rf"\s*(?:/|\bout\s+of\b)\s*{_NUMBER}"
-_NAMED = r"(?:(?:my|the|final|overall|total)\s+){0,3}(?:score|rating|grade|verdict)\b[\s*_`\"']{0,8}(?:[:=]|\bis\b)?"
-_LINE = re.compile(
-    rf"[\s*_`>#\"']{{0,16}}(?P<name>{_NAMED})?[\s*_`\"'\[]{{0,8}}{_NUMBER}[\]*_`]{{0,8}}(?:{_OF})?"
-    r"(?:\s+points?)?[\s*_`.\"'\]]{0,16}",
-    re.IGNORECASE,
-)
-_OUT_OF = re.compile(rf"(?<![\w./-]){_NUMBER}{_OF}(?![\w/])", re.IGNORECASE)
-_FENCED = re.compile(r"```\w*[ \t]*\n(.*?)\n?[ \t]*```\s*\Z", re.DOTALL)
-_OBJECT = re.compile(r"\{[^{}]*\}\s*\Z")
-_KEYS = ("score", "rating", "grade", "final_score", "overall_score")
 
 _SHAPE = """{rubric}
 
@@ -61,7 +46,7 @@ def judge(
 
     The judge sees the rubric, the question, the right answer if the task has an ``"answer"``, and the last answer of
     the trace, without its reasoning, between marks that the answer cannot know. Of its reply the last line counts, or
-    an object of JSON with a ``"score"``, also in a fenced block: ``SCORE: 8``, ``8/10``, "I give it 8 out of 10.",
+    JSON with a ``"score"``, also nested and in a fenced block: ``SCORE: 8 (good)``, ``8/10``, "I give it 8 out of 10.",
     ``{"score": 8}``. A reply without a score, with one out of range or out of another best (``9/100``), or that
     ``max_tokens`` cut off, says nothing about the policy: its status is ``"infra_error"``, and the row is not trained
     on. An empty answer gets 0 without a question.
@@ -158,51 +143,3 @@ def _asked(task: Task, trace: Trace, rubric: str, low: float, high: float) -> li
         {"role": "system", "content": _SHAPE.format(rubric=rubric, mark=mark, low=low, high=high)},
         {"role": "user", "content": "\n\n".join(parts)},
     ]
-
-
-def read_score(reply: str, low: float, high: float) -> float | None:
-    """Read the score that a reply ends with; None: it has none in the range, or one out of another best.
-
-    The reply, or the fenced block at its end, ends with an object of JSON that has a ``"score"``, or with a line that
-    is a score: ``SCORE: 8``, ``8/10``, or a sentence with a single "8 out of 10". A number alone counts if it is all.
-
-    Args:
-        reply: of the judge; its own reasoning is left out.
-        low: the worst score.
-        high: the best.
-
-    >>> read_score("Right, but long.\\nSCORE: 8", 0, 10), read_score('{"score": 8}', 0, 10), read_score("Fine.", 0, 10)
-    (8.0, 8.0, None)
-    """
-    reply = split_reasoning(reply).answer.strip()
-    if fenced := _FENCED.search(reply):
-        reply = fenced[1].strip()
-    if (last := _OBJECT.search(reply)) and (verdict := _score_of_object(last[0])) is not None:
-        reply = f"SCORE: {verdict}"
-    lines = [line for line in reply.splitlines() if line.strip()]
-    if not lines:
-        return None
-    found: Any = _LINE.fullmatch(lines[-1])
-    if found is not None:
-        number, best = found[2], found[3]
-        if found["name"] is None and best is None and len(lines) > 1:
-            return None
-    else:
-        pairs = _OUT_OF.findall(lines[-1])
-        if len(pairs) != 1:
-            return None
-        number, best = pairs[0]
-    if best is not None and float(best) != high:
-        return None
-    return float(number) if low <= float(number) <= high else None
-
-
-def _score_of_object(text: str) -> str | None:
-    """The score of an object of JSON, as text; None: it is no JSON, or does not have one score."""
-    try:
-        fields = {str(key).lower(): value for key, value in json.loads(text).items()}
-    except (ValueError, RecursionError):
-        return None
-    values = [fields[key] for key in _KEYS if key in fields]
-    usable = len(values) == 1 and isinstance(values[0], int | float | str) and not isinstance(values[0], bool)
-    return str(values[0]) if usable else None

@@ -1,7 +1,9 @@
 """The tests of a task for programs: how they are written, which of them no program can pass, and equal outputs."""
 
 import ast
+import contextlib
 import decimal
+import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +18,8 @@ __all__ = [
     "Test",
     "fault_of_imports",
     "fault_of_names",
+    "fault_of_reach",
+    "fault_of_solutions",
     "fault_of_text",
     "names_of",
     "read_tests",
@@ -25,6 +29,7 @@ __all__ = [
 ]
 
 _SHOWN = 200  # characters of a test in a message
+_FUNCTION_FIELDS = ("fn_name", "func_name", "function_name", "function", "method", "entry_point")
 _SOLUTIONS = 4  # of a task that are tried, at most
 
 type Test = str | tuple[str, str]
@@ -50,6 +55,11 @@ def read_tests(task: Task) -> list[Test]:
             continue
         outputs = [test[name] for name in ("stdout", "output") if name in test] if isinstance(test, Mapping) else []
         given = next((test[name] for name in ("stdin", "input") if name in test), "") if outputs else ""
+        if marker := next((name for name in _FUNCTION_FIELDS if isinstance(test, Mapping) and test.get(name)), None):
+            raise EnvError(
+                f"code: test {place} of the task has the field {marker!r}, {test[marker]!r:.80}, as tests that call a "
+                "function have it; write the call as Python, such as 'assert add(1, 2) == 3'"
+            )
         pair = _text(given), _text(outputs[0]) if outputs else None
         if pair[0] is None or pair[1] is None:
             raise EnvError(
@@ -79,13 +89,53 @@ def shown(test: Any) -> str:
 
 
 def solutions_of(task: Task) -> list[str]:
-    """The programs that a task says to be right, as far as they are Python."""
-    given: Any = next(
-        (task[name] for name in ("solution", "reference_solution", "reference", "solutions") if task.get(name)), []
-    )
-    texts = [given] if isinstance(given, str) else given if isinstance(given, list | tuple) else []
-    programs = [program_of(text) or text for text in texts[:_SOLUTIONS] if isinstance(text, str)]
-    return [program for program in programs if (tree := parsed(program)) is not None and acts(tree)]
+    """The programs that a task says to be right, as far as they are Python.
+
+    A solution that is no program alone, as in HumanEval, continues the prompt.
+    """
+    prompt = text_of(task.get("prompt", ""))
+    programs = list[str]()
+    for text in _solution_texts(task)[:_SOLUTIONS]:
+        candidates = (f"{prompt}{text}", text) if task.get("canonical_solution") == text else (text, f"{prompt}{text}")
+        for program in (program_of(text) or "", *candidates):
+            if (tree := parsed(program)) is not None and acts(tree):
+                programs.append(program)
+                break
+    return programs
+
+
+def fault_of_solutions(task: Task) -> str:
+    """Return why a task's solution is no program though it looks like one; empty: it is one or prose, or missing."""
+    texts = _solution_texts(task)
+    if not texts or solutions_of(task):
+        return ""
+    for text in texts:
+        program = program_of(text) or text
+        if program is not text or _PYTHON_LINE.search(text):
+            try:
+                ast.parse(program)
+            except (SyntaxError, ValueError, RecursionError) as error:
+                return f"the task's own solution is no Python: {error}"
+    return ""
+
+
+_SOLUTION_NAMES = ("solution", "reference_solution", "reference", "canonical_solution", "solutions")
+_PYTHON_LINE = re.compile(
+    r"^[ \t]*(?:(?:async )?def \w+ ?\(|class \w+ ?[(:]|import \w+[ \t]*$|from [\w.]+ import |print ?\("
+    r"|(?:for|while|if) .*:[ \t]*$)",
+    re.MULTILINE,
+)
+
+
+def _solution_texts(task: Task) -> list[str]:
+    """The solutions that a task has; a list of them may be written as JSON, as in APPS."""
+    solutions: Any = next((task[name] for name in _SOLUTION_NAMES if task.get(name)), [])
+    if isinstance(solutions, str) and solutions.lstrip().startswith("["):
+        with contextlib.suppress(ValueError, RecursionError):
+            solutions = json.loads(solutions)
+    if isinstance(solutions, str):
+        return [solutions]
+    return [text for text in solutions if isinstance(text, str)] if isinstance(solutions, list | tuple) else []
 
 
 def names_of(test: str) -> set[str]:
@@ -138,6 +188,69 @@ def fault_of_text(test: str) -> str:
     return _fault_of_tree(tree) or (
         "" if unbound(tree) else "it calls no function of the program, so it would pass whatever that is"
     )
+
+
+_APART = {  # modules by which a test would look into the program's process or share something with it
+    **dict.fromkeys(("dis", "gc", "inspect", "tracemalloc", "weakref"), "the program runs in another process"),
+    **dict.fromkeys(("multiprocessing", "subprocess"), "the program is called from one process alone"),
+    **dict.fromkeys(("shutil", "sqlite3", "tempfile"), "the program has files of its own"),
+}
+_SHARED_CALLS = {"open": "opens a file", "os.chdir": "changes the directory", "os.mkdir": "makes a directory"}
+_ALLOWED_INSPECT = {"isawaitable", "iscoroutine", "isgenerator"}
+_PATCHED = {"builtins.input", "sys.stdin", "sys.stdout", "sys.stderr"}
+
+
+def fault_of_reach(test: str) -> str:
+    """Return what a test needs that a program in another process does not share with it; empty: nothing.
+
+    Such a test would fail for right programs, too.
+
+    >>> fault_of_reach("import inspect\\nassert inspect.signature(f)")
+    'it imports inspect, but the program runs in another process'
+    """
+    tree = parsed(test)
+    if tree is None:
+        return ""
+    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    of_program = unbound(tree)
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=aliases) if (module := _apart(aliases)) and not _only_asks(tree, module):
+                return f"it imports {module}, but {_APART[module]}"
+            case ast.ImportFrom(module=str(name), names=aliases) if name.partition(".")[0] in _APART:
+                if {alias.name for alias in aliases} - _ALLOWED_INSPECT:
+                    return f"it imports {name}, but {_APART[name.partition('.')[0]]}"
+            case ast.Call(func=function) if (name := ast.unparse(function)) in _SHARED_CALLS:
+                return f"it {_SHARED_CALLS[name]}, but the program has files of its own"
+            case ast.Attribute(value=ast.Name("os"), attr="environ"):
+                return "it uses os.environ, but the program has an environment of its own"
+            case ast.Call(func=function, args=[ast.Constant(value=str(target)), *_]):
+                if ast.unparse(function).endswith("patch") and target not in _PATCHED:
+                    return f"it patches {target}, but the program runs in another process"
+            case ast.ClassDef(name=name, bases=bases):
+                for base in bases:
+                    if isinstance(base, ast.Name) and base.id in of_program:
+                        return f"it derives {name} from the program's {base.id}, which is in another process"
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test"):
+            needed = [arg.arg for arg in node.args.args[: len(node.args.args) - len(node.args.defaults)]]
+            if needed and not node.decorator_list and node.name not in called:
+                return f"{node.name} needs {', '.join(needed)}, which only pytest gives"
+    return ""
+
+
+def _apart(aliases: Sequence[ast.alias]) -> str:
+    return next((name for alias in aliases if (name := alias.name.partition(".")[0]) in _APART), "")
+
+
+def _only_asks(tree: ast.Module, module: str) -> bool:
+    """Whether a test uses of ``inspect`` only what works from another process."""
+    used = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == module
+    }
+    return module == "inspect" and used <= _ALLOWED_INSPECT
 
 
 def _fault_of_tree(tree: Any) -> str:

@@ -5,7 +5,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from nrl.envs.program_tests import (
     Test,
     fault_of_imports,
     fault_of_names,
+    fault_of_reach,
+    fault_of_solutions,
     fault_of_text,
     names_of,
     read_tests,
@@ -34,7 +36,7 @@ _INSIDE = {  # what runs in the sandbox, in packages that have nothing else of n
     **dict.fromkeys(("nrl/__init__.py", "nrl/envs/__init__.py", "nrl/envs/inside/__init__.py"), b""),
     **{
         f"nrl/envs/inside/{name}.py": (Path(__file__).parent / "inside" / f"{name}.py").read_bytes()
-        for name in ("assertions", "calls", "values")
+        for name in ("assertions", "calls", "peers", "proxies", "values")
     },
 }
 _SLOTS = threading.BoundedSemaphore(os.cpu_count() or 1)  # more at once would take each other's time
@@ -75,8 +77,10 @@ def code(
 
     A program that takes too long, ends early or crashes fails that test, and so does one whose answer to a call, with
     the arguments, has more than 16 MiB as JSON (``limits.output``, where that is more). This never makes the row
-    invalid. A test that no program can pass does: one with a mistake, one that imports what the sandbox does not have,
-    and, where the task has a ``"solution"``, one that this does not pass. ``check_task`` finds it before the run.
+    invalid. A test that no program can pass does: one with a mistake, one that imports what the sandbox does not have or
+    needs the program's own process (`docs/sandbox.md`), and, where the task has a ``"solution"`` or, as in HumanEval, a
+    ``"canonical_solution"`` that continues its prompt, one that this does not pass. ``check_task`` finds it before the
+    run.
 
     Args:
         sandbox: runs programs and tests; None: `nrl.envs.bubblewrap`.
@@ -106,7 +110,8 @@ def code(
         """Which test the task's own solution does not pass; empty: it passes all, or there is none."""
         solutions = solutions_of(task)
         if not solutions:
-            return ""
+            fault = fault_of_solutions(task)
+            return fault and f"{fault}; mend the solution, or leave it out"
         key = hashlib.sha256(repr((solutions, tests)).encode(errors="replace")).hexdigest()
         if key not in faults:
             passed = [_passed(program, tests, where, most, same) for program in solutions]
@@ -131,7 +136,7 @@ def code(
             for number, test in enumerate(tests):
                 if isinstance(test, str):
                     missing = fault_of_imports(test, has_module)
-                    check_test(number, test, missing or fault_of_names(test, task))
+                    check_test(number, test, missing or fault_of_names(test, task) or reach(task, test))
             unmet = fault_of_solution(task, tests)
             return f"code: {unmet}" if unmet else None
         except EnvError as error:
@@ -139,12 +144,16 @@ def code(
 
     def check_test(number: int, test: Test, fault: str = "") -> None:
         if isinstance(test, str) and (fault := fault_of_text(test) or fault):
-            raise EnvError(f"code: test {number} of the task is none: {fault}; it is {shown(test)}")
+            raise EnvError(_unusable(number, test, fault))
+
+    def reach(task: Task, test: str) -> str:
+        """What a test needs of the program's process; empty: nothing, or there is a solution to try it with."""
+        return "" if solutions_of(task) else fault_of_reach(test)
 
     def verify(task: Task, trace: Trace) -> Score:
         tests = read_tests(task)
         for number, test in enumerate(tests):
-            check_test(number, test)
+            check_test(number, test, reach(task, test) if isinstance(test, str) else "")
         names = {name for test in tests if isinstance(test, str) for name in names_of(test)}
         program = program_of(trace.answer, names, truncated=trace.truncated)
         if program is None or not program.strip():
@@ -163,12 +172,17 @@ def code(
     return verify
 
 
+def _unusable(number: int, test: str, fault: str) -> str:
+    return f"code: test {number} of the task, {shown(test)}, cannot be used: {fault}; mend it, or leave it out"
+
+
 def _passed(
     program: str, tests: Sequence[Test], sandbox: Sandbox, limits: Limits, same: Callable[[str, str], bool]
 ) -> list[bool]:
     """Whether a program passes each test."""
     with _SLOTS:
-        called = iter(_calls(sandbox, program, [test for test in tests if isinstance(test, str)], limits))
+        numbered = {number: test for number, test in enumerate(tests) if isinstance(test, str)}
+        called = iter(_calls(sandbox, program, numbered, limits))
         return [
             next(called) if isinstance(test, str) else _prints(sandbox, program, *test, limits, same) for test in tests
         ]
@@ -228,6 +242,8 @@ class _Progress:
     """How far the tests are."""
 
     tests: Sequence[str]
+    numbers: Sequence[int]
+    """Of the tests, among all of the task."""
     passed: list[bool] = attrs.field(factory=list)
     asked: bool = False
     """Whether the test that runs waits for the program."""
@@ -245,9 +261,10 @@ class _Progress:
         self.asked = self.called = False
 
 
-def _calls(sandbox: Sandbox, program: str, tests: Sequence[str], limits: Limits) -> list[bool]:
-    """Whether each test passes that calls the program's functions."""
-    progress = _Progress(tests)
+def _calls(sandbox: Sandbox, program: str, numbered: Mapping[int, str], limits: Limits) -> list[bool]:
+    """Whether each test passes that calls the program's functions; the tests come with their numbers in the task."""
+    tests = list(numbered.values())
+    progress = _Progress(tests, list(numbered))
     most = max(_LINE, limits.output)
     share = attrs.evolve(
         limits,
@@ -277,8 +294,8 @@ def _calls(sandbox: Sandbox, program: str, tests: Sequence[str], limits: Limits)
                 progress.told(False)
             elif len(progress.passed) == before:
                 raise EnvError(
-                    f"code: test {before} of those that call ended before it called the program ({done.status}): "
-                    f"{tests[before][:200]!r}; mend it, or give it more with limits="
+                    f"code: test {progress.numbers[before]} of the task ended before it called the program "
+                    f"({done.status}): {shown(tests[before])}; mend it, or give it more with limits="
                 )
     return progress.passed + [False] * (len(tests) - len(progress.passed))
 
@@ -316,7 +333,8 @@ def _follow(checker: _Lines, program: _Lines | None, progress: _Progress, second
             progress.told(what == "passed")
             return True
         if what == "unusable":
-            raise EnvError(f"code: test {place} of those that call is none: {more[0]}; it is {progress.tests[place]!r}")
+            number, test = progress.numbers[place], progress.tests[place]
+            raise EnvError(_unusable(number, test, more[0]))
         progress.asked = progress.called = True
         if program is None:
             if time.monotonic() > until:

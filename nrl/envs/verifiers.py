@@ -1,54 +1,26 @@
 r"""Verifiers for tasks with a known answer: `exact` compares text, `number` and `number_or_wrong` compare numbers.
 
 Each has an extractor, by `extracts`, which takes the answer out of a response: for votes among several samples.
-
-**Where `number` looks.** The first of these that a response has decides, and no later one is tried:
-
-1. the last ``####`` that a number follows, as in GSM8K's own solutions: ``#### 42 apples``. Of a line such as
-   ``#### 6 * 7 = 42`` the part after the equals sign counts. A line with several numbers (``#### 42 or 43``,
-   ``#### 42 (of 50)``) has none. Markdown headings (``#### Step 2``,
-   ``#### 2. Add up``) are no such marker;
-2. the last ``\boxed{...}``, which has to be closed and to hold one number: words, units and ``x =`` may stand around
-   it, but no other number and no mathematics;
-3. the last answer that is said to be one and is nothing but a number: ``Answer: 7``, ``<answer>7</answer>``,
-   ``{"answer": 7}``, or a sentence ``The answer is 7.``, unless the text takes it back ("wait", "actually");
-4. the last thing in the text that looks like a number. A number that the text says it is not (``42 (not 43)``,
-   ``42 rather than 43``) is left out.
-
-**What a number is.** Digits with an optional sign (also the Unicode minus), decimals, thousands separators (``1,234``,
-``1{,}234``, thin spaces), an exponent as in ``1.5e3``, simple fractions (``3/4``, ``\frac{3}{4}``, ``½``), mixed ones
-(``1 1/2``), and such a number before ``hundred``, ``thousand``, ``million``, ``billion`` or ``trillion``. Currency,
-percent signs, units and emphasis around it are left out, so ``42%`` is 42. What looks like a number and is not one
-(``1,2``, ``3-4``, ``6 * 7``, ``10:30``, ``9^9``, ``\sqrt{2}``) is no answer, rather than one of its parts; where it is
-the last, the response has no answer.
-
-Numbers are compared as fractions, exactly: ``1/3`` is not ``0.333``. No expression is evaluated, and the time is linear
-in the text.
 """
 
-import itertools
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
 from nrl.envs.contract import Score, Task, Trace, Verifier
+from nrl.envs.final_numbers import expected_value, final_number, final_value
 from nrl.errors import EnvError
 
 __all__ = [
     "VERIFIERS",
     "Extractor",
     "answer_of",
-    "boxes",
     "exact",
     "extractor",
     "extracts",
-    "final_number",
-    "marked_number",
     "number",
     "number_or_wrong",
-    "only_number",
 ]
 
 type Extractor = Callable[[str], str | None]
@@ -107,25 +79,9 @@ def exact(task: Task, trace: Trace) -> float:
     return float(trace.reasoning_ended and trace.answer.strip() == str(answer).strip())
 
 
-def final_number(response: str) -> str | None:
-    r"""The final number of a response, as `number` reads it; the module's docstring has the rules.
-
-    Args:
-        response: the model's text.
-
-    Returns:
-        An integer, or a fraction in lowest terms; equal numbers give equal texts. None: the response has no number.
-
-    >>> final_number("So 0.50."), final_number("#### 1/2"), final_number(r"\boxed{1{,}234}"), final_number("Nothing.")
-    ('1/2', '1/2', '1234', None)
-    """
-    found = _final(response)
-    return None if found is None else str(found)
-
-
 @extracts(final_number)
 def number(task: Task, trace: Trace) -> Score:
-    r"""1 if the final number of the response equals the answer's; otherwise 0. The module's docstring has the rules.
+    r"""1 if the final number of the response equals the answer's; otherwise 0. `nrl.envs.final_numbers` has the rules.
 
     Args:
         task: ``"answer"`` is a number, a string that holds one number (``"42"``, ``"$1,234.50"``, ``"\\boxed{42}"``),
@@ -148,7 +104,7 @@ def number(task: Task, trace: Trace) -> Score:
     Source: the format ``#### 42`` is that of Cobbe et al., 2021, "Training Verifiers to Solve Math Word Problems".
     """
     answer = answer_of("number", task)
-    expected = _expected(answer)
+    expected = expected_value(answer)
     if expected is None:
         raise EnvError(
             f"number: {_no_number(answer)}; give a number, or a solution that ends in '#### 42'; or let every response "
@@ -179,7 +135,7 @@ def number_or_wrong(task: Task, trace: Trace) -> Score:
     >>> number_or_wrong({"answer": "42"}, traces[0]).reward, number_or_wrong({"answer": r"3\sqrt{2}"}, traces[1]).reward
     (1.0, 0.0)
     """
-    return _score(trace, _expected(answer_of("number_or_wrong", task)))
+    return _score(trace, expected_value(answer_of("number_or_wrong", task)))
 
 
 def _no_number(answer: Any) -> str:
@@ -188,7 +144,7 @@ def _no_number(answer: Any) -> str:
 
 
 def _score(trace: Trace, expected: Fraction | None) -> Score:
-    found = _final(trace.answer)
+    found = final_value(trace.answer)
     return Score(float(expected is not None and found == expected), "ok" if found is not None else "parse_fail")
 
 
@@ -199,7 +155,7 @@ def _check_exact(task: Task) -> None:
 def _check_number(task: Task) -> str | None:
     """Return why no response can have the number of a task's answer."""
     answer = answer_of("number", task)
-    return None if _expected(answer) is not None else _no_number(answer)
+    return None if expected_value(answer) is not None else _no_number(answer)
 
 
 exact.check_task = _check_exact  # type: ignore[attr-defined]
@@ -231,225 +187,3 @@ def answer_of(verifier: str, task: Task) -> str | int | float | Decimal | Fracti
     if isinstance(answer, bool) or not isinstance(answer, str | int | float | Decimal | Fraction):
         raise EnvError(f"{verifier}: task['answer'] is {answer!r}; give a string or a number")
     return answer
-
-
-def _expected(answer: Any) -> Fraction | None:
-    if isinstance(answer, int | Fraction):
-        return Fraction(answer)
-    text = str(answer)
-    return next(itertools.chain(marked_number(text), _boxed(text), [only_number(text)]))
-
-
-def _final(response: str) -> Fraction | None:
-    return next(itertools.chain(marked_number(response), _boxed(response), _stated(response), _last(response)), None)
-
-
-# --- Where an answer may stand: each yields a number, or None for no number; or nothing if it is not there.
-
-_MARK = re.compile(r"(?<!#)####(?!#)([^\n#]*)")
-_HAS_NUMBER = re.compile("[0-9½¼¾⅓⅔]")
-_BOX = re.compile(r"\\f?box(?:ed)?\s*\{")
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-_HEADING = re.compile(r"[.)][ \t]+[*_]*[A-Za-z]")  # the rest of "#### 2. Add up"
-
-
-def marked_number(text: str) -> Iterator[Fraction | None]:
-    """The number after the last ``####`` that one follows; None: it is no number after all; nothing: there is none.
-
-    >>> list(marked_number("#### 42 apples")), list(marked_number("#### 2, 3")), list(marked_number("#### Step 2"))
-    ([Fraction(42, 1)], [None], [])
-    """
-    for mark in reversed(list(_MARK.finditer(text))):
-        if not _HAS_NUMBER.search(mark[1]):  # which a text may have a hundred thousand times
-            continue
-        line = _without_markup(mark[1])
-        first = next(_numerals(line), None)
-        if first is None or line[: first.start("run")].strip(" \t*_:\"'({[$€£¥₹+-"):
-            continue  # words come first, as in "#### Step 2"
-        rest = line[first.end("run") :]
-        if _HEADING.match(rest):
-            continue
-        yield _only(line)
-
-
-def _only(line: str) -> Fraction | None:
-    """The one number of the last side of equations that is a number; None: it has another one beside it."""
-    for side in reversed(line.split("=")):
-        found = list(itertools.islice(_affirmed(side), 2))
-        if len(found) > 1:
-            return None
-        if found and (value := _value(found[0])) is not None:
-            return value
-    return None
-
-
-def boxes(text: str) -> Iterator[tuple[int, int, str] | None]:
-    r"""Boxes of a text, from the last one to the first: where each begins and ends, and what is in it.
-
-    None stands for one that is not closed. The time of each is linear in the text behind it.
-
-    >>> list(boxes(r"\boxed{1}, \fbox{\boxed{2}"))
-    [(17, 26, '2'), None, (0, 9, '1')]
-    """
-    for box in reversed(list(_BOX.finditer(text))):
-        depth, end = 1, -1
-        for brace in _BRACE.finditer(text, box.end()):
-            depth += {"{": 1, "}": -1}.get(brace[0], 0)
-            if depth == 0:
-                end = brace.start()
-                break
-        yield (box.start(), end + 1, text[box.end() : end]) if depth == 0 else None
-
-
-def _boxed(text: str) -> Iterator[Fraction | None]:
-    for box in itertools.islice(boxes(text), 1):  # one that is cut off may be the beginning of a longer number
-        yield None if box is None else only_number(box[2])
-
-
-_STATED = re.compile(
-    r"(?:^|[.!?] )[ \t>*_#-]{0,8}(?:(?:so|thus|hence|therefore),? )?(?:(?:the|my|final|correct|short) ){0,3}"
-    r"(?:(?<![A-Za-z])answer\b[*_]{0,4} ?(?:is ?)?[:=：]|(?<=the )(?:final |correct )?answer is\b)"
-    r"(?P<rest>[^\n]{0,200})"
-    r"|^[ \t*_]{0,8}答案(?:是|为|為)?[:：]?(?P<cjk>[^\n。]{0,200})"
-    r"|<answer>(?P<tag>[^<]{0,200})</answer>|\"(?:final_)?answer\" ?: ?\"?(?P<json>[^\",}\n]{0,200})",
-    re.IGNORECASE | re.MULTILINE,
-)
-_TAKEN_BACK = re.compile(r"\b(?:wait|actually|correction|mistake|instead|rather|recheck|sorry|oops)\b", re.IGNORECASE)
-_SENTENCE_END = re.compile(r"[.!?;](?=\s|\Z)")
-_NAME = re.compile(r"[A-Za-z]\w{0,9} ?[=≈]?")
-_DENIED = re.compile(
-    r"(?:\b(?:not|rather than|instead of)|n['\u2019]t)(?: (?:equal to|equal|exactly|be))?[ $€£¥₹*_({]{0,8}\Z",
-    re.IGNORECASE,
-)
-
-
-def _stated(text: str) -> Iterator[Fraction | None]:
-    """The number of the last statement of an answer that has one and nothing else than a unit."""
-    *_, stated = [None, *_STATED.finditer(text)]
-    if stated is None or not _HAS_NUMBER.search(stated[0]):
-        return
-    part = stated[stated.lastgroup or 0]
-    if stated["rest"] is not None:
-        part = _SENTENCE_END.split(part, maxsplit=1)[0]
-    if _TAKEN_BACK.search(text, stated.start(stated.lastgroup or 0) + len(part)):
-        return
-    plain = _without_markup(part)
-    found = list(itertools.islice(_affirmed(plain), 2))
-    if len(found) != 1 or (value := _value(found[0])) is None:
-        return
-    before = plain[: found[0].start("run")].strip(" \t*_:\"'({[$€£¥₹+-")
-    if not before or _NAME.fullmatch(before):
-        yield value
-
-
-def _affirmed(plain: str) -> Iterator[re.Match[str]]:
-    """Everything that looks like a number, without those that the text says it is not."""
-    return (
-        numeral
-        for numeral in _numerals(plain)
-        if not _DENIED.search(plain[max(0, numeral.start("run") - 40) : numeral.start("run")].rstrip("+-"))
-    )
-
-
-def _last(text: str) -> Iterator[Fraction | None]:
-    # Markup of a text without digits, such as a megabyte of dollars, takes the longest
-    *_, last = [None, *_affirmed(_without_markup(text))] if _HAS_NUMBER.search(text) else [None]
-    if last is not None:
-        yield _value(last)
-
-
-def only_number(text: str) -> Fraction | None:
-    r"""The number of a text that has one and no mathematics besides, after its last equals sign.
-
-    >>> only_number(r"x = \frac{1}{2}"), only_number(r"2\pi"), only_number("1 or 2")
-    (Fraction(1, 2), None, None)
-    """
-    part = _without_markup(text).rpartition("=")[2]
-    found = list(itertools.islice(_numerals(part), 2))
-    return _value(found[0]) if len(found) == 1 and not set(part) & set("^√!\0") else None
-
-
-# --- Numerals. Every pattern is linear: no two of its parts can share out the same characters in several ways.
-
-# Commands around numbers that do not change them. Any other command is mathematics, and becomes "\0".
-_PROSE = re.compile(
-    "text(?:bf|color|it|normal|rm|sf|style|tt)?|math(?:bb|bf|cal|it|rm|sf|tt)|[fhm]box|boxed|bf|it|rm|tt|emph|bm|boldsymbol"
-    "|underline|displaystyle|left|right|[bB]igg?|q?quad|[hv]space|hfill|begin|end|color|label|tag|nonumber|therefore"
-    "|because|so|pounds|euro|yen|(?:black)?square|Box|qed|checkmark|[lc]?dots|small|normalsize|large|Large|LARGE|huge|Huge"
-)
-_RELATION = re.compile("approx|simeq|equiv|implies|iff|to|(?:long|Long)?(?:right|Right)arrow")
-_TIMES = re.compile("times|cdot|div|ast|star")
-_SIGNS = {"\\": " ", "$": "$", "%": "%", "!": "", ",": "\u2009"}  # after a backslash
-_CHARACTERS = str.maketrans(
-    dict.fromkeys("\u2212\u2010\u2011\u2013\ufe63\uff0d", "-")
-    | dict.fromkeys("≈≅≡→⇒⟹", "=")
-    | {"\u2044": "/", "\u2215": "/", "，": ",", "·": "×", "⋅": "×", "÷": "×", "\0": " ", "`": " ", "\u202f": "\u2009"}
-    | {"½": r"\frac12", "¼": r"\frac14", "¾": r"\frac34", "⅓": r"\frac13", "⅔": r"\frac23", "\xa0": "\u2009"}
-)
-_FRACTION = re.compile(r"\\[dtc]?frac *(?:\{ *(-?[0-9.,]+) *\}|([0-9])) *(?:\{ *([0-9.,]+) *\}|([0-9]))")
-_DEGREES = re.compile(r"\^ *(?:\{ *)?\\(?:circ|degree)(?![A-Za-z]) *\}?")
-_COMMAND = re.compile(r"\\([A-Za-z]+|.)", re.DOTALL)
-_GROUPS = re.compile(r"(?<=[0-9])\u2009(?=[0-9]{3}(?![0-9]))")
-_POWER = re.compile(r"(?<=[0-9])\*\*(?=[0-9])")
-_UNIT_POWER = re.compile(r"(?<=[A-Za-z])[ })]*\^ *(?:\{ *)?-?[0-9] *\}?")  # m^2
-
-_DIGITS = r"[0-9]+(?:[.,:][0-9]+)*"
-_NUMERAL = re.compile(
-    r"(?<![A-Za-z0-9_])[A-Za-z][A-Za-z_]*[0-9][A-Za-z0-9_]*(?:[.,:][0-9]+[A-Za-z0-9_]*)*"  # a name such as H2 or v1.5
-    r"|(?P<before>[\^√\0][ {(]*)?"
-    r"(?P<sign>(?:(?<![A-Za-z0-9)\]}])[-+])?(?:[$€£¥₹] ?-?)?)"
-    rf"(?<![A-Za-z0-9])(?P<run>(?:[0-9]+ (?=[0-9]+/[0-9]))?(?:{_DIGITS}|(?<!\.)\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
-    rf"(?: ?[-+*/^×x] ?{_DIGITS})*)"
-    r"(?=(?P<after>[ })]*[\^\0²³¹⁰⁴-⁹])?)"
-)
-_DECIMAL = r"(?:(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
-_READABLE = re.compile(
-    rf"(?:(?P<whole>[0-9]+) )?(?P<top>{_DECIMAL})(?:[eE](?P<exponent>[-+]?[0-9]{{1,3}}))?"
-    rf"(?: ?/ ?(?P<bottom>{_DECIMAL}))?"
-)
-_SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_SCALE = re.compile(rf"[ {{}}-]{{0,4}}({'|'.join(_SCALES)})s?\b", re.IGNORECASE)
-_LONGEST = 1000  # characters; to read a longer numeral would take time that is quadratic in its length
-
-
-def _without_markup(text: str) -> str:
-    """The text without LaTeX, Markdown and typography, as far as they stand around numbers."""
-    text = text.translate(_CHARACTERS).replace("{,}", ",")
-    text = _FRACTION.sub(_fraction, _DEGREES.sub(" ", text))
-    text = _GROUPS.sub(",", _COMMAND.sub(_command, text)).replace("\u2009", " ")
-    return _UNIT_POWER.sub(" ", _POWER.sub("^", text).replace("**", " ").replace("__", " "))
-
-
-def _fraction(found: re.Match[str]) -> str:
-    mixed = found.start() > 0 and found.string[found.start() - 1] in "0123456789"
-    return f"{' ' * mixed}{found[1] or found[2]}/{found[3] or found[4]} "
-
-
-def _command(found: re.Match[str]) -> str:
-    command = found[1]
-    if not command.isalpha():
-        return _SIGNS.get(command, " ")
-    known = {" ": _PROSE, "=": _RELATION, "×": _TIMES}
-    return next((plain for plain, pattern in known.items() if pattern.fullmatch(command)), "\0")
-
-
-def _numerals(plain: str) -> Iterator[re.Match[str]]:
-    """Everything that looks like a number."""
-    return (found for found in _NUMERAL.finditer(plain) if found["run"])
-
-
-def _value(numeral: re.Match[str]) -> Fraction | None:
-    """The number that it is, or None: a list, a range, a time, a product, a power ..."""
-    read = _READABLE.fullmatch(numeral["run"]) if len(numeral["run"]) <= _LONGEST else None
-    if read is None or numeral["before"] or numeral["after"]:
-        return None
-    value = Fraction(read["top"].replace(",", "")) * Fraction(10) ** int(read["exponent"] or 0)
-    if read["bottom"]:
-        bottom = Fraction(read["bottom"].replace(",", ""))
-        if bottom == 0 or (read["whole"] and value >= bottom):
-            return None
-        value = value / bottom + int(read["whole"] or 0)
-    end = numeral.end("run")
-    while scale := _SCALE.match(numeral.string, end):
-        value, end = value * _SCALES[scale[1].lower()], scale.end()
-    return -value if numeral["sign"].count("-") == 1 else value

@@ -12,8 +12,8 @@ from nrl.data.forms import Form, as_taken, form
 from nrl.data.messages import REASONING
 from nrl.data.templates import render_chat
 from nrl.envs.contract import Prompt, Request, Turn
+from nrl.envs.policy_inputs import read_observation
 from nrl.envs.replies import Reply, opening_mark, split_reasoning
-from nrl.envs.return_values import read_observation
 from nrl.envs.tools import Tool, parse, tool_format
 from nrl.episodes.bridges import Extension, Fork, Sampled, extend, in_common
 from nrl.episodes.requests import NO_LIMITS, Limits

@@ -28,7 +28,8 @@ from nrl.envs.contract import (
     Verdict,
     judges_group,
 )
-from nrl.envs.return_values import LARGEST_REWARD, is_reset, read_prompt, read_reset, read_step, score_of
+from nrl.envs.policy_inputs import read_prompt
+from nrl.envs.return_values import LARGEST_REWARD, is_reset, read_reset, read_step, score_of
 from nrl.envs.user_code.calls import Caller, calling
 from nrl.envs.user_code.errors import Failed
 from nrl.episodes.bridges import Fork

@@ -12,7 +12,7 @@ import pytest
 
 from nrl import data
 from nrl.data.messages import canonical_messages, canonical_tools
-from nrl.envs.return_values import read_observation, read_prompt
+from nrl.envs.policy_inputs import read_observation, read_prompt
 from nrl.errors import DataError, EnvError, ModelError
 from tests.chat_tokenizers import tokenizer
 

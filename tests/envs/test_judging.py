@@ -11,6 +11,7 @@ import nrl
 from nrl import judge
 from nrl.envs import Score, Trace, single_turn
 from nrl.envs.contract import FailedScore
+from nrl.envs.judge_scores import read_score
 from nrl.errors import EnvError, GenerationError
 from tests.backends.openai.test_openai import serving
 from tests.episodes.scripted import TASKS, Scripted
@@ -62,6 +63,139 @@ def test_the_last_line_counts(reply: str, reward: float) -> None:
 )  # fmt: skip
 def test_a_reply_that_cannot_be_read_says_nothing_about_the_policy(reply: Any) -> None:
     assert judged(reply, Trace("1+1=", ["2"]))[0] == Score(status="infra_error")
+
+
+READABLE = {
+    8: [
+        '{"result": {"score": 8}}',
+        '[{"score": 8}]',
+        '{"a":[{"score":3},{"score":5}],"overall_score":8}',
+        '{"score":8,"details":{"score":3}}',
+        '{"score": {"value": 8}}',
+        '{"score":[8]}',
+        '{"Score": "8/10"}',
+        '{"final score": 8}',
+        '{"score":8,"out_of":10}',
+        '{"score":8,"rating":8}',
+        'I think {it} is good.\n{"result": {"score": 8, "why": "it is \\"{fine}\\" [ok]"}}',
+        '```json\n{"result": {"score": 8}}\n```',
+        "```\n8\n```",
+        "```8/10```",
+        '~~~json\n{"score": 8}\n~~~',
+        "Score: 8 (good)",
+        "Score: 8 - good",
+        "Score: 8, well done",
+        "Score: 8. The answer is right.",
+        "Score: 8/10 (good)",
+        "SCORE:\n8",
+        "**Score:**\n\n8",
+        "## Score\n8/10",
+        "SCORE：8",
+        "ＳＣＯＲＥ：８",
+        "评分：8",
+        "评分：8分",
+        "得分：8/10",
+        "점수: 8",
+        "スコア：8",
+        "8/10",
+        "**8**",
+        "**8/10**",
+        "8",
+        "8.",
+        "8 points",
+        "Good.\n8/10",
+        "Good.\n**8/10**",
+        "Score = 8",
+        "Score - 8",
+        "Score is 8",
+        "The score is 8.",
+        "I give it a score of 8.",
+        "I would rate this a score of **8**.",
+        "<score>8</score>",
+        "Fine.\n<score>8</score>",
+        "Score: \\boxed{8}",
+        "[[8]]",
+        "Good.\n[[8]]",
+        "Rating: [[8]]",
+        "Score: [8]",
+        "Score: (8)",
+        "Score: 8 out of 10",
+        '"SCORE: 8"',
+        "- Score: 8",
+        "* Score: 8",
+        "Final Score: 8",
+        "Overall score: 8/10.",
+        "My final verdict: 8",
+    ],
+    8.5: [
+        "Score: 8.5",
+        "Score: 8,5",
+    ],
+}
+UNREADABLE = [
+    '[{"score": 8},{"score": 7}]',
+    '{"score": true}',
+    '{"score": 80}',
+    '{"score":8,"max_score":100}',
+    '{"score":8,"rating":7}',
+    "Score: 8 or 9",
+    "Score: 7-8",
+    "Score: 8%",
+    "Score: 80/100",
+    "SCORE: 5 would be too low",
+    "Score: 5 - not more, rather 6",
+    "It has 3 parts.\n8",
+    "Score: ten",
+    "SCORE: 1 2",
+    "SCORE: 5\nOr rather not.",
+    "I like it.",
+    "SCORE: 11",
+    "SCORE: -1",
+    "7/10 or 8/10",
+    '{"score": 8',
+    "{}",
+    "[]",
+    '{"scores": {"a": 1}}',
+    "[1, 2]",
+    '{"score": null}',
+    '{"score": NaN}',
+    "Score: 8 because of 3 mistakes",
+]
+
+
+def test_scores_are_read_as_judges_write_them() -> None:
+    rows = [(text, score, read_score(text, 0, 10)) for score, texts in READABLE.items() for text in texts]
+    assert [row for row in rows if row[1] != row[2]] == []
+
+
+def test_replies_without_one_score() -> None:
+    assert [text for text in UNREADABLE if read_score(text, 0, 10) is not None] == []
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "```\n",
+        "```",
+        "{",
+        "}",
+        "]",
+        '{"a":',
+        "8 ",
+        "8/10 ",
+        '"\\',
+        "score of 8 ",
+        "Score: ",
+        "<score>",
+        "8 out of ",
+        "(8",
+    ],
+)
+def test_long_replies_end(piece: str) -> None:
+    """Work that grows with the square of the size would be 10 ** 10 steps here, which are an hour."""
+    text = piece * (100_000 // len(piece))
+    assert read_score(text, 0, 1) is None
+    assert read_score(f"{text}\n}}", 0, 1) is None
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 from nrl import envs
 from nrl.envs import Trace, score_of
-from nrl.envs.judging import read_score
+from nrl.envs.judge_scores import read_score
 
 PAGE = Path(__file__).parents[2] / "docs" / "verifiers.md"
 
@@ -87,6 +87,12 @@ CHOICE: list[Row] = [
     ("B", "Answer: B\n\nConfidence: 90%", 1.0),
     ("B", "答案：B", 1.0),
     ("B", "答案是 B。", 1.0),
+    ("B", "答案：（Ｂ）", 1.0),
+    ("B", "정답: B", 1.0),
+    ("B", "答えはBです。", 1.0),
+    ("B", "A. No wait, it is B", 1.0),
+    ("B", "B, because A is too small.", 1.0),
+    ("A", "The answer is A. No, A is wrong.", None),
     ("B", "La respuesta es B.", 1.0),
     ("B", "La bonne réponse est B.", 1.0),
     ("B", "Die Antwort ist B.", 1.0),
@@ -127,6 +133,10 @@ JUDGE: list[Row] = [  # the score of the judge's reply, from 0 to 10
     ("", '{"reason": "long", "score": 8}', 8.0),
     ("", '```json\n{"score": "8/10"}\n```', 8.0),
     ("", "```\nSCORE: 8\n```", 8.0),
+    ("", '{"result": {"score": 8}}', 8.0),
+    ("", "Score: 8 (good)", 8.0),
+    ("", "SCORE:\n8", 8.0),
+    ("", "评分：8", 8.0),
     ("", "<think>SCORE: 2?</think>SCORE: 8", 8.0),
     ("", "8", 8.0),
     ("", "It has 3 parts.\n8", None),
@@ -148,7 +158,12 @@ CODE: list[Row] = [
     ("assert f() == [0.3]", "def f(): return [0.1 + 0.2]", 1.0),
     ("assert f() == [1, 2]", "def f(): return (1, 2)", 1.0),
     ("assert f() == (1, 2)", "def f(): return [1, 2]", 0.0),
-    ("assert f(3) == [0, 1, 2]", "def f(n): yield from range(n)", 1.0),
+    ("assert f(3) == [0, 1, 2]", "def f(n): yield from range(n)", 0.0),
+    ("assert list(f(3)) == [0, 1, 2]", "def f(n): yield from range(n)", 1.0),
+    ("assert f(1).left == 1", "from collections import namedtuple as n\nf = n('Pair', 'left')", 1.0),
+    ("try: f()\nexcept E: pass\nelse: assert False", "class E(Exception): pass\ndef f(): raise E", 1.0),
+    ("import asyncio\nassert asyncio.run(f(1)) == 2", "async def f(x): return x + 1", 1.0),
+    ("assert f(TreeNode(1)) == 1", "class Solution:\n    def f(self, root: Optional[TreeNode]): return root.val", 1.0),
     ("assert Solution().f(1) == 1", "class Solution:\n    def f(self, x): return x", 1.0),
     ("assert f(1) == 1", "class Solution:\n    def f(self, x: int): return x", 1.0),
     ("assert f([1]) == 1", "def f(a: List[int]) -> int: return a[0]", 1.0),

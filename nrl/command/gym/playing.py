@@ -12,7 +12,8 @@ from nrl.command.gym.golds import accepted
 from nrl.command.gym.records import LUCKY, Tried, shortened
 from nrl.command.gym.usage import Growth, Meter, growth
 from nrl.envs.contract import Env, Step, Task, Trace, Turn, judges_group, text_of
-from nrl.envs.return_values import is_reset, read_observation, read_prompt, read_reset, read_step, verdicts_of
+from nrl.envs.policy_inputs import read_observation, read_prompt
+from nrl.envs.return_values import is_reset, read_reset, read_step, verdicts_of
 from nrl.envs.tools import MalformedCall, Tool, ToolCall
 from nrl.envs.user_code.calls import Caller, calling
 from nrl.envs.user_code.errors import Failed

@@ -14,8 +14,9 @@ from nrl.envs.contract import TIMEOUT, asynchronous, declared_rewards, is_env, j
 from nrl.envs.gym import records
 from nrl.envs.gym.once import Act, Refused, answered, failed, once, users
 from nrl.envs.gym.values import sendable
+from nrl.envs.policy_inputs import read_observation, read_prompt
 from nrl.envs.references import TaskCheck, task_check
-from nrl.envs.return_values import is_reset, read_observation, read_prompt, read_reset, read_step, verdicts_of
+from nrl.envs.return_values import is_reset, read_reset, read_step, verdicts_of
 from nrl.envs.user_code.calls import Caller, Calls
 from nrl.envs.user_code.errors import Failed
 from nrl.errors import EnvError, ExecutableError

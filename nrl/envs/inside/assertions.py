@@ -4,7 +4,7 @@ import ast
 import builtins
 from typing import Any
 
-__all__ = ["equal", "forgiving", "unbound"]
+__all__ = ["equal", "forgiving", "independent_lines", "unbound"]
 
 
 def unbound(tree: Any) -> set[str]:
@@ -65,3 +65,18 @@ def forgiving(tree: Any) -> Any:
         if isinstance(node, ast.Assert):
             node.test = Equalities().visit(node.test)
     return ast.fix_missing_locations(tree)
+
+
+def independent_lines(tree: Any) -> set[int]:
+    """Return the lines of statements that read only names of Python, whose errors are not the program's doing."""
+    simple = (ast.Expr, ast.Raise)
+    return {
+        line
+        for node in ast.walk(tree)
+        if isinstance(node, simple) and all(name in dir(builtins) for name in _names_read(node))
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+
+
+def _names_read(tree: Any) -> set[str]:
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}

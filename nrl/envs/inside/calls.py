@@ -7,17 +7,19 @@ no data stays where it is: the other end has a reference to it, and reads its at
 
 import ast
 import builtins
+import io
 import json
-import operator
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from nrl.envs.inside.assertions import equal, forgiving, unbound
-from nrl.envs.inside.values import decode, encode, exception_of, private, say
+from nrl.envs.inside.assertions import equal, forgiving, independent_lines, unbound
+from nrl.envs.inside.peers import Peer
+from nrl.envs.inside.proxies import INDEPENDENT_LINES, is_proxy
+from nrl.envs.inside.values import encode, private, say
 
-__all__ = ["check", "run", "serve"]
+__all__ = ["NODES", "check", "run", "serve"]
 
 
 # --- The program's end.
@@ -39,6 +41,15 @@ _MODULES = (
 )
 
 
+_OUTPUT = 1 << 20  # bytes of what a call prints
+NODES = """
+class ListNode:
+    def __init__(self, val=0, next=None): self.val, self.next = val, next
+class TreeNode:
+    def __init__(self, val=0, left=None, right=None): self.val, self.left, self.right = val, left, right
+"""
+
+
 def _preamble(source: str) -> dict[str, Any]:
     """Names that a program may use without importing them: those of typing; more, if it has a ``class Solution``."""
     import re
@@ -51,13 +62,15 @@ def _preamble(source: str) -> dict[str, Any]:
             found |= {name: getattr(import_module(module), name) for name in wanted}
     if "Solution" in used:
         found |= {name: import_module(name) for name in _MODULES if name in used and name not in found}
+    if used & {"ListNode", "TreeNode"}:  # LeetCode gives them, and programs have them in a comment, if at all
+        nodes: dict[str, Any] = {"__name__": "program"}
+        exec(NODES, nodes)
+        found |= {name: nodes[name] for name in ("ListNode", "TreeNode")}
     return found
 
 
 def run() -> None:
     """Run ``main.py`` as a program that reads and prints."""
-    from types import ModuleType
-
     sys.set_int_max_str_digits(0)
     source = Path("main.py").read_text(encoding="utf-8", errors="replace")
     main = ModuleType("__main__")
@@ -66,56 +79,97 @@ def run() -> None:
     exec(compile(source, "main.py", "exec", dont_inherit=True), main.__dict__)
 
 
-_OPERATIONS: dict[str, Callable[..., Any]] = {
-    **{
-        name: getattr(builtins, name)
-        for name in ("bool", "iter", "len", "next", "repr", "str", "isinstance", "setattr")
-    },
-    **{name: getattr(operator, name) for name in ("getitem", "setitem", "delitem", "abs", "neg")},
-}
-_BINARY = (
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "matmul",
-    "and_",
-    "or_",
-    "xor",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "eq",
-)
-_OPERATIONS |= {name: getattr(operator, name) for name in _BINARY}
+class _Input(io.TextIOBase):
+    """Standard input of the program, which is that of the test."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+
+    def readable(self) -> bool:
+        return True
+
+    def readline(self, size: int | None = -1) -> str:  # type: ignore[override]
+        return str(self._peer.ask("readline", ["system"])) if self._peer.is_answering else ""
+
+    def read(self, size: int | None = -1) -> str:
+        return str(self._peer.ask("read", ["system"])) if self._peer.is_answering else ""
+
+    def asked(self, prompt: object = "") -> str:
+        """Return what `input` returns."""
+        if not self._peer.is_answering:
+            raise EOFError
+        return str(self._peer.ask("input", ["system"], str(prompt)))
+
+
+class _Outputs:
+    """What the program writes, for the test to see."""
+
+    def __init__(self) -> None:
+        self._buffers = io.BytesIO(), io.BytesIO()
+        sys.stdout, sys.stderr = (
+            io.TextIOWrapper(each, "utf-8", "replace", write_through=True) for each in self._buffers
+        )
+
+    def take(self) -> list[str]:
+        """Return what was written since, at most a million bytes of it."""
+        texts = [each.getvalue()[:_OUTPUT].decode(errors="replace") for each in self._buffers if not each.closed]
+        for each in self._buffers:
+            if not each.closed:
+                each.seek(0)
+                each.truncate()
+        return texts
+
+
+class _Loop:
+    """The event loop of the program, which runs while the test awaits something."""
+
+    def __init__(self) -> None:
+        self._loop: Any = None
+        self._tasks = dict[int, Any]()
+
+    def step(self, target: Any) -> bool:
+        """Run the loop a little; return whether the target is done."""
+        import asyncio
+
+        async def awaited() -> Any:
+            return await target
+
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            asyncio.set_event_loop(self._loop)
+        if id(target) not in self._tasks:
+            self._tasks[id(target)] = self._loop.create_task(awaited())
+        task = self._tasks[id(target)]
+        self._loop.run_until_complete(asyncio.wait({task}, timeout=0.01))
+        return bool(task.done())
+
+    def result(self, target: Any) -> Any:
+        """Return the result of an awaitable, or raise its error."""
+        return self._tasks[id(target)].result()
+
+    def cancel(self, target: Any) -> None:
+        """Cancel an awaitable that has begun."""
+        self._tasks[id(target)].cancel()
+        self.step(target)
 
 
 def serve() -> None:
     """Run the program that the first line has, and call its functions as further lines say."""
     lines, out = private()
-    source, objects = json.loads(lines.readline()), list[Any]()
+    loop = _Loop()
+    peer = Peer(lines, out, operations={"step": loop.step, "result": loop.result, "cancel": loop.cancel})
+    source = json.loads(lines.readline())
     namespace: dict[str, Any] = {"__name__": "program"}  # its own demonstration, if it has one, is not asked for
+    sys.stdin = stdin = _Input(peer)  # type: ignore[assignment]
+    builtins.input = stdin.asked  # type: ignore[assignment]
+    module = ModuleType("program")  # where dataclasses look for names
+    module.__dict__.update(namespace | _preamble(source))
+    sys.modules["program"], namespace = module, module.__dict__
     try:
-        namespace |= _preamble(source)
         exec(compile(source, "program.py", "exec", dont_inherit=True), namespace)
     except BaseException as error:
         say(out, "error", type(error).__name__)
         return
-
-    def refer(value: Any) -> Any:
-        objects.append(value)
-        return ["iterator" if hasattr(value, "__next__") else "object", len(objects) - 1]
-
-    def resolve(kind: str, parts: list[Any]) -> Any:
-        match kind:
-            case "name":
-                return named(parts[0])
-            case "callback":
-                return lambda *args: call_back(parts[0], args)
-        return objects[parts[0]]
 
     def named(name: str) -> Any:
         """A function of the program, or a method of its class Solution."""
@@ -125,176 +179,78 @@ def serve() -> None:
             return getattr(namespace["Solution"](), name)
         raise NameError(name)
 
-    def call_back(number: int, args: Sequence[Any]) -> Any:
-        """Call a function of the test."""
-        say(out, "callback", number, encode(list(args), refer))
-        what, value = json.loads(lines.readline())
-        if what == "error":
-            raise exception_of(str(value))
-        return decode(value, resolve)
-
+    peer.named, peer.took = named, _Outputs().take
     say(out, "ready")
-    while line := lines.readline():
-        try:
-            what, target, args, kwargs = decode(json.loads(line), resolve)
-            match what:
-                case "value":
-                    value = target
-                case "call":
-                    value = target(*args, **kwargs)
-                case "get":
-                    value = getattr(target, args[0])
-                case _:
-                    value = _OPERATIONS[what](target, *args)
-            say(out, "value", encode(value, refer), encode(args, refer))
-        except BaseException as error:
-            say(out, "error", type(error).__name__)
+    peer.serve()
 
 
 # --- The test's end.
+
+_READABLE = ("_io", "types", "unittest.mock")  # modules whose objects the program may use as it likes
+_HIDDEN = ("_", "gi_", "cr_", "ag_", "tb_", "f_", "func_", "reset_mock", "configure_mock", "attach_mock")
 
 
 class _Unusable(BaseException):
     """The test asks for what is no call with data: the mistake of the test's author."""
 
 
-_GONE = "gone"
+def _may_share(value: Any) -> None:
+    """Check that the program may have a reference to something of the test."""
+    if isinstance(value, BaseException | int | float | str | tuple) or hasattr(type(value), "__next__"):
+        return
+    if isinstance(value, type):
+        is_shared = value.__module__ == "test" or value.__module__ in sys.stdlib_module_names
+    else:
+        is_shared = callable(value) or type(value).__module__ in ("test", *_READABLE)
+    if not is_shared:
+        raise TypeError(f"{type(value).__name__} is no data")
 
 
-class _Gone(BaseException):
-    """There is no answer: the program ended, or took too long."""
+def _may_do(operation: str, target: Any, args: list[Any]) -> None:
+    """Check that the program may do an operation on something of the test: call it, and use what is public of it."""
+    if operation in ("input", "readline", "read"):
+        return
+    if operation == "get" and args and args[0] in ("__name__", "__qualname__", "__doc__", "__module__"):
+        return
+    if operation in ("get", "setattr", "delattr", "dir"):
+        is_open = type(target).__module__ in ("test", *_READABLE)
+        hidden = not args or str(args[0]).startswith(_HIDDEN)
+        if not is_open or hidden or (operation != "get" and type(target).__module__ != "test"):
+            raise AttributeError(operation)
 
 
-class _Link:
+_SYSTEM: dict[str, Any] = {  # looked up when they are used: a test may replace them
+    "input": lambda _, prompt: builtins.input(prompt),
+    "readline": lambda _: sys.stdin.readline(),
+    "read": lambda _: sys.stdin.read(),
+}
+
+
+class _Link(Peer):
     """The way to the program."""
 
-    def __init__(self, lines: Any, out: int) -> None:
-        self._lines, self._out, self._callbacks = lines, out, list[Any]()
-        self.calls: list[str] = []
+    def begin(self) -> None:
+        """Forget the test before, and the program that it had."""
+        self.calls.clear()
+        self.proxies.clear()
 
-    def ask(self, what: str, target: list[Any], /, *args: Any, **kwargs: Any) -> Any:
-        """The value of an operation on something of the program."""
+    def ask(self, operation: str, target: Any, /, *args: Any, **kwargs: Any) -> Any:
         try:
-            request = ["list", what, target, encode(list(args), self._refer), encode(kwargs, self._refer)]
+            encode([list(args), kwargs], self._refer)
         except TypeError as error:
-            raise _Unusable(f"it calls {target[1]} with what is no data: {error}") from None
-        self.calls.append(what)
-        say(self._out, "call", request)
-        return self._answered(args)
-
-    def _refer(self, value: Any) -> Any:
-        if isinstance(value, _Object):
-            return value._target
-        if not callable(value) or isinstance(value, type):
-            raise TypeError(f"{type(value).__name__} is no data")
-        self._callbacks.append(value)
-        return ["callback", len(self._callbacks) - 1]
-
-    def _resolve(self, kind: str, parts: list[Any]) -> Any:
-        number = int(parts[0])
-        return _Iterator(self, ["iterator", number]) if kind == "iterator" else _Object(self, ["object", number])
-
-    def _answered(self, args: Sequence[Any]) -> Any:
-        while True:
-            line = self._lines.readline()
-            try:
-                what, *more = json.loads(line)
-                if what == "callback":
-                    function, values = self._callbacks[more[0]], decode(more[1], self._resolve)
-                elif what == "value":
-                    value, after = decode(more[0], self._resolve), decode(more[1], self._resolve)
-                elif what == "error":
-                    value, after = str(more[0]), []
-            except Exception as error:
-                raise RuntimeError("the program answered with what is no value") from error
-            if what != "callback":
-                break
-            try:
-                say(self._out, "call", ["value", encode(function(*values), self._refer)])
-            except Exception as error:
-                say(self._out, "call", ["error", type(error).__name__])
-        if what == "gone":
-            self.calls.append(_GONE)
-            raise _Gone
-        if what == "error":
-            raise exception_of(value)
-        for mine, theirs in zip(args, after, strict=False):  # a function may change what it is given
-            if type(mine) is type(theirs) and isinstance(mine, list | bytearray):
-                mine[:] = theirs
-            elif type(mine) is type(theirs) and isinstance(mine, dict | set):
-                mine.clear()
-                mine.update(theirs)
-            elif type(mine) is type(theirs) and type(mine).__name__ == "deque":
-                mine.clear()
-                mine.extend(theirs)
-        return value
+            name = target[1] if isinstance(target, list) else operation
+            raise _Unusable(f"it calls {name} with what is no data: {error}") from None
+        return super().ask(operation, target, *args, **kwargs)
 
 
-class _Object:
-    """Something of the program that is no data, as the test sees it: a function, a class, an instance.
+class _Named:
+    """A function of the program that the test only calls: whether it is there, the call finds out."""
 
-    It is equal to nothing of the test's, and takes part in no arithmetic with that, since the program would decide.
-    """
-
-    _link: _Link
-    _target: list[Any]
-
-    def __init__(self, link: _Link, target: list[Any]) -> None:
-        self.__dict__.update(_link=link, _target=target)
+    def __init__(self, link: _Link, name: str) -> None:
+        self._call = lambda *args, **kwargs: link.ask("call", ["name", name], *args, **kwargs)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return self._link.ask("call", self._target, *args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name not in ("__name__", "__doc__"):
-            raise AttributeError(name)
-        return self._link.ask("get", self._target, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._link.ask("setattr", self._target, name, value)
-
-    def __instancecheck__(self, instance: Any) -> bool:
-        return isinstance(instance, _Object) and bool(self._link.ask("isinstance", instance._target, self))
-
-    def __iter__(self) -> Any:
-        return self._link.ask("iter", self._target)
-
-    def __contains__(self, value: Any) -> bool:
-        return any(item is value or item == value for item in self)
-
-    def __hash__(self) -> int:
-        return hash(tuple(self._target))
-
-
-def _operation(what: str) -> Any:
-    return lambda self, *args: self._link.ask(what, self._target, *args)
-
-
-def _between(what: str) -> Any:
-    return lambda self, other: (
-        self._link.ask(what, self._target, other) if isinstance(other, _Object) else NotImplemented
-    )
-
-
-for _name in ("bool", "len", "repr", "str", "getitem", "setitem", "delitem", "abs", "neg"):
-    setattr(_Object, f"__{_name}__", _operation(_name))
-for _name in _BINARY:
-    setattr(_Object, f"__{_name.rstrip('_')}__", _between(_name))
-
-
-class _Iterator(_Object):
-    """An iterator of the program, such as a generator; it is equal to a list of what it has left."""
-
-    def __iter__(self) -> Any:
-        return self
-
-    def __next__(self) -> Any:
-        return self._link.ask("next", self._target)
-
-    def __eq__(self, other: object) -> Any:
-        return list(self) == other if isinstance(other, list) else NotImplemented
-
-    __hash__ = _Object.__hash__
+        return self._call(*args, **kwargs)
 
 
 class _Names(dict[str, Any]):
@@ -312,9 +268,14 @@ class _Names(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         if name not in self._program:
             raise KeyError(name)
-        if name in self._only_called:  # the call itself finds out whether it is there
-            return _Object(self._link, ["name", name])
-        return self._link.ask("value", ["name", name])
+        is_class = name[:1].isupper()
+        if name in self._only_called and not is_class:
+            return _Named(self._link, name)
+        value = self._link.ask("value", ["name", name])
+        if is_class and isinstance(value, type) and is_proxy(value):
+            type.__setattr__(value, "_nrl_made_by_test", True)
+        self[name] = value
+        return value
 
 
 def _run_functions(names: _Names, link: _Link) -> None:
@@ -331,7 +292,11 @@ def _run_functions(names: _Names, link: _Link) -> None:
     if not link.calls:
         for name, value in list(names.items()):
             if name.startswith("test") and callable(value) and not isinstance(value, type):
-                value()
+                result = value()
+                if hasattr(result, "__await__"):
+                    import asyncio
+
+                    asyncio.run(result)
     if unittest and "failed" in _outcome(unittest):
         raise AssertionError("a case of unittest failed")
 
@@ -364,12 +329,15 @@ def check() -> None:
     """Run the tests that lines have, one after the other, and say of each whether it passed."""
     lines, out = private()
     sys.argv = ["test.py"]
+    link = _Link(lines, out, prefix=["call"], shares=_may_share, allows=_may_do, operations=_SYSTEM)
     for line in lines:
-        link = _Link(lines, out)
+        link.begin()
         try:
             tree = ast.parse(json.loads(line))
             names = _Names(link, tree)
             names["__equal__"] = equal
+            INDEPENDENT_LINES.clear()
+            INDEPENDENT_LINES.update(independent_lines(tree))
             sys.modules["__main__"] = _Main(names)  # type: ignore[assignment]
             if any(isinstance(node, ast.alias) and node.name.startswith("unittest") for node in ast.walk(tree)):
                 import unittest  # noqa: F401
@@ -377,12 +345,12 @@ def check() -> None:
                 _outcome(sys.modules["unittest"]).clear()
             try:
                 exec(compile(forgiving(tree), "test.py", "exec", dont_inherit=True), names)
-            except SystemExit:  # of unittest.main
-                if "unittest" not in sys.modules or not _outcome(sys.modules["unittest"]):
+            except SystemExit as error:  # of unittest.main
+                if hasattr(error, "remote") or "unittest" not in sys.modules or not _outcome(sys.modules["unittest"]):
                     raise
             _run_functions(names, link)
             if link.calls:
-                say(out, "failed" if _GONE in link.calls else "passed")  # though the test may have caught it
+                say(out, "failed" if "gone" in link.calls else "passed")  # though the test may have caught it
             else:
                 say(out, "unusable", "it calls no function of the program, so it would pass whatever that is")
         except _Unusable as error:

@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterator
 from fractions import Fraction
 
-from nrl.envs.verifiers import boxes, final_number, marked_number, only_number
+from nrl.envs.final_numbers import boxes, final_number, marked_number, only_number
 
 __all__ = [
     "LONGEST",

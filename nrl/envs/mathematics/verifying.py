@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 from nrl.envs.contract import Score, Task, Trace, text_of
+from nrl.envs.final_numbers import boxes
 from nrl.envs.mathematics.answers import (
     answer_span,
     final_answer,
@@ -19,7 +20,7 @@ from nrl.envs.mathematics.answers import (
 )
 from nrl.envs.mathematics.worker import Outcome, compare
 from nrl.envs.pools.pool import pooled
-from nrl.envs.verifiers import answer_of, boxes, extracts
+from nrl.envs.verifiers import answer_of, extracts
 from nrl.errors import ArgumentError, EnvError
 from nrl.runtime.executables.registry import Executable, check_has
 

@@ -19,8 +19,9 @@ from typing import Any
 import attrs
 
 from nrl.envs.contract import Step
+from nrl.envs.policy_inputs import read_observation, read_prompt
 from nrl.envs.pools.frames import framed, unframed
-from nrl.envs.return_values import is_reset, read_observation, read_prompt, read_reset, read_step
+from nrl.envs.return_values import is_reset, read_reset, read_step
 from nrl.errors import EnvError
 from nrl.runtime.ray.exceptions import Raised, carried
 from nrl.runtime.ray.pickling import deserialized, serialized
