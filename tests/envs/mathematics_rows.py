@@ -864,7 +864,7 @@ ROWS: Mapping[str, Sequence[tuple[str, str, bool]]] = {
         ("yes", "yes or no", WRONG),
         ("xy", "yx", RIGHT),
         ("xyz", "zyx", RIGHT),
-        ("ab", "ba", WRONG),
+        ("ab", "ba", RIGHT),
         ("abc", "cab", WRONG),
         ("even", r"\text{even}", RIGHT),
         ("even", "odd", WRONG),

@@ -200,6 +200,8 @@ def tidy(answer: str) -> str | None:
 
 def _spelled(answer: str) -> str:
     """Return an answer with LaTeX in place of Unicode's signs."""
+    if answer.count("$") == 1:
+        answer = re.sub(r"(?<!\\)\$(?= ?[0-9.])", r"\\$", answer)  # One alone is a currency, not the edge of a formula.
     text = _RAISED.sub(lambda found: "^{" + "".join(_POWERS[each] for each in found[0]) + "}", answer)
     text = _DOTS.sub(r"\\ldots ", text)
     return _ROOT.sub(lambda found: r"\sqrt{" + (found[1] or found[2] or found[3] or "") + "}", text).translate(_SIGNS)
@@ -230,7 +232,7 @@ _PLAIN = re.compile(
     r"(?:\\(?:text|mathrm|mbox|,|;|:) ?\{[^{}\\0-9]*\}|[ \\]+(?P<unit>[a-z]{3,}(?: [a-z]{2,})*))?[\s.$\\]*"
 )
 _NO_UNITS = re.compile(
-    r"\b(?:sqrt|frac|sin|cos|tan|cot|sec|csc|log|exp|inf|infinity|infty|times|cdot|mod|max|min|abs|factorial|or|and|plus"
+    r"\b(?:sqrt|frac|overline|bar|dot|[lc]?dots|sin|cos|tan|cot|sec|csc|log|exp|inf|infinity|infty|times|cdot|mod|max|min|abs|factorial|or|and|plus"
     r"|alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|rho|sigma|tau|phi|chi|psi|omega|pm|cup|cap|pct"
     r"|percent|percentage|squared|cubed|degrees|radians|minus|divided|dozen|hundred|thousand|million|billion|trillion"
     r")\b"

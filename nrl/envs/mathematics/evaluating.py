@@ -312,11 +312,9 @@ def equal_values(left: Node, right: Node) -> bool:
     first, second = exact(left), exact(right)
     if first is not None and second is not None:
         return first == second or rounds(first, second) or rounds(second, first)
-    if symbols_in(left) != symbols_in(right):
-        return False
     if _agree(left, right):
         return True
-    if symbols_in(left):
+    if symbols_in(left) | symbols_in(right):
         return False
     if first is not None or second is not None:
         short, other = (first, right) if first is not None else (second, left)

@@ -19,7 +19,12 @@ _SAME = {
     "g": "g gram grams",
     "mg": "mg milligram milligrams",
     "kg": "kg kilogram kilograms kgs",
-    "lb": "lb lbs pound pounds",
+    "lb": "lb lbs",
+    "pound": "pound pounds",
+    "£": "£ GBP quid",
+    "penny": "p pence penny",
+    "¥": "¥ yen JPY yuan CNY RMB",
+    "₹": "₹ rupee rupees INR Rs",
     "oz": "oz ounce ounces",
     "s": "s sec secs second seconds",
     "min": "min mins minute minutes",
@@ -32,7 +37,7 @@ _SAME = {
     "ml": "ml mL milliliter milliliters",
     "$": "$ dollar dollars usd USD bucks",
     "cent": "cent cents ¢",
-    "euro": "€ euro euros EUR",
+    "euro": "€ euro euros EUR eur",
     "degree": "degree degrees deg °",
     "radian": "rad radian radians",
     "%": "percent pct per_cent percentage",
@@ -81,9 +86,13 @@ def split_unit(text: str) -> tuple[str, str]:
         return text[:-1], "cent"
     if alone := re.fullmatch(r"([-0-9.,/{}]+|\\frac\{[0-9]+\}\{[0-9]+\}) ([NJWVAKLmgsh])", text):
         return alone[1], alone[2]
-    if money := re.fullmatch(r"[$€£¥₹](.+)", text):
-        value, _ = split_unit(money[1])
-        return value, _UNITS.get(text[0], text[0])
+    if money := re.fullmatch(r"(-?)(?:(?:US|A|C|HK)?([$€£¥₹])|(USD|EUR|GBP|JPY|CNY|INR|Rs\.?) ?(?=[0-9])) ?(.+)", text):
+        value, unit = split_unit(money[4])
+        sign = _UNITS[(money[2] or money[3]).rstrip(".")]
+        scale = unit.split(" ")[0]
+        return money[1] + value, f"{scale} {sign}" if scale in _SCALES else sign
+    if money := re.fullmatch(r"(.*[0-9}]) ?([$€£₹])", text):
+        return money[1].removesuffix("\\"), _UNITS[money[2]]
     found = _BEHIND.fullmatch(text)
     if (
         found is None
@@ -120,14 +129,23 @@ def _canonical(unit: str) -> str:
 def differ(first: str, second: str) -> bool:
     """Return whether two known units are not the same; what is no known unit is no difference.
 
-    >>> differ("m", "km"), differ("m", ""), differ("ducks", "m")
-    (True, False, False)
+    >>> differ("m", "km"), differ("m", ""), differ("ducks", "m"), differ("pound", "£")
+    (True, False, False, False)
     """
 
     def known(unit: str) -> bool:
         return all(re.sub(r"\^-?[0-9]", "", part) in _SAME or part[:6] == "degree" for part in unit.split("/"))
 
+    first, second = map(_without_scale, (first, second))
+    if {first, second} in ({"pound", "lb"}, {"pound", "£"}):
+        return False  # A pound is a weight or money.
     return first != second and bool(first and second) and known(first) and known(second)
+
+
+def _without_scale(unit: str) -> str:
+    """Return the unit behind "million" and the like."""
+    scale, _, rest = unit.partition(" ")
+    return _UNITS.get(rest, rest) if scale.lower() in _SCALES else unit
 
 
 def scaled(value: Node, unit: str) -> Node:
