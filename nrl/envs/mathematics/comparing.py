@@ -88,7 +88,7 @@ def _sides(text: str) -> list[str]:
     exact_part, about, rounded = text.rpartition(r"\approx")
     if about and _LETTER.fullmatch(exact_part.strip()) and exact_part.strip() not in (r"\pi", "e"):
         return [f"{exact_part}={rounded}"]  # x \approx 5.2
-    return [part for part in (exact_part, rounded) if part.strip()]
+    return [part for part in (exact_part, rounded) if part.strip()] or [text]
 
 
 _DECIMAL = re.compile(

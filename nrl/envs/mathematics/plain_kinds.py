@@ -68,7 +68,7 @@ def read_time(text: str) -> Time | None:
     """Read a time of day.
 
     >>> read_time("3:30 p.m."), read_time("3:3")
-    (Time(minutes=930, seconds=-1, half='p'), None)
+    (Time(minutes=930, seconds=-1, half='p', numbers=()), None)
     """
     plain = TEXT.sub(r" \1", text).strip()
     found = _TIME.fullmatch(plain)

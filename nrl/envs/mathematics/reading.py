@@ -27,6 +27,7 @@ from nrl.envs.mathematics.kinds import (
 from nrl.envs.mathematics.logic import read_logic
 from nrl.envs.mathematics.nodes import Node, UnreadableError, symbols_in
 from nrl.envs.mathematics.notation import as_latex
+from nrl.envs.mathematics.patterns import FLIPPED, INTEGERS, NAME, RELATIONS, SIGN, VARIABLE
 from nrl.envs.mathematics.plain_kinds import (
     TEXT,
     read_based,
@@ -53,43 +54,6 @@ _MATRIX = re.compile(
 )
 _AND = re.compile(
     r"\s*(?:,\s*)?(?:\\text ?\{ ?,? ?(?:and|or) ?\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|\\(?:lor|vee)(?![A-Za-z]))\s*"
-)
-_RELATIONS = {
-    "=": "=",
-    "<": "<",
-    ">": ">",
-    r"\le": "<=",
-    r"\ge": ">=",
-    r"\lt": "<",
-    r"\gt": ">",
-    r"\ne": "!=",
-    "!=": "!=",
-    "<=": "<=",
-    ">=": ">=",
-    r"\leqslant": "<=",
-    r"\geqslant": ">=",
-    r"\equiv": "=",
-    "==": "=",
-}
-_SIGN = re.compile(r"<=|>=|!=|==|=|<|>|\\(?:le|ge|lt|gt|ne|leqslant|geqslant)(?![A-Za-z])")
-_FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
-_NAME = re.compile(
-    r"(?:[A-Za-z]|\\(?:[a-z]+|Delta|Gamma|Omega))(?:_(?:\{[^{}]*\}|[A-Za-z0-9]))?'*(?:\^\{?-1\}?)?"
-    r"(?:\([A-Za-z0-9, ]*\))?|\\frac\{d[^{}]{0,3}\}\{d[^{}]{1,3}\}|[a-z]{1,2}/d[a-z]|(?:m ?)?\\angle ?[A-Z]{1,3}"
-    r"|\([A-Za-z](?:_[0-9])?(?:,[A-Za-z](?:_[0-9])?)+\)|[A-Z]{2,3}|\\overline\{[A-Z]{2}\}"
-)
-_VARIABLE = re.compile(
-    r"(?:[A-Za-z]|\\(?:alpha|beta|gamma|theta|lambda|mu|phi|omega|rho|sigma))(?:_(?:\{[^{}]*\}|[A-Za-z0-9]))?"
-)
-_WHOLE = (
-    r"(?:\\in(?![A-Za-z])|∈|(?:is |are )?in) ?(?:\\(?:mathbb|mathbf|Bbb|mathrm) ?)?\{?(?:Z|N|the integers)\}?"
-    r"(?:\^\{?[+*]\}?|_\{?(?:\+|0|\\ge ?0|>0)\}?)?"
-)
-_INTEGERS = re.compile(
-    rf"(?P<value>.+?)[ ,;.]*(?:\()?(?:(?:where|for|with|and) )?(?:(?:any|all|some|every|each) )?(?:\\forall ?)?(?:"
-    rf"(?P<a>[A-Za-z]) ?{_WHOLE}"
-    r"|(?P<b>[A-Za-z]),? (?:(?:is |are |be |being )?(?:an |any |some )?(?:arbitrary )?)integers?"
-    r"|(?<![A-Za-z])(?:an |any )?integers? (?P<c>[A-Za-z]))\)?"
 )
 
 
@@ -147,7 +111,7 @@ _CAP = re.compile(r"\\(?:setminus|backslash)(?![A-Za-z])|\\\\|-(?=\\\{)")
 
 
 def _formula(text: str) -> Answer:
-    if whole := _INTEGERS.fullmatch(" ".join(TEXT.sub(r" \1 ", text).split())):
+    if whole := INTEGERS.fullmatch(" ".join(TEXT.sub(r" \1 ", text).split())):
         return _with_integer(whole["value"], whole["a"] or whole["b"] or whole["c"])
     text = _drop_words_of_items(text)
     marked = _THOUSANDS.sub(lambda found: found[0].replace(",", "\1"), text)
@@ -162,13 +126,13 @@ def _formula(text: str) -> Answer:
         raise UnreadableError("too many answers")
     if any("dots" in item for item in items):
         return _sequence(items)
-    if all(_SIGN.search(item) and not _SIGN.match(item) for item in items):
+    if all(SIGN.search(item) and not SIGN.match(item) for item in items):
         relations = [_expanded(item) for item in items]
         if len(parts) == 1:
             return overlapping(relations)
         return both(relations) if len(parts) == len(items) == 2 and "and" in parts[1][0] else several(relations)
     first = items[0].partition("=")
-    if first[1] and _NAME.fullmatch(first[0].strip()) and not any(_SIGN.search(item) for item in items[1:]):
+    if first[1] and NAME.fullmatch(first[0].strip()) and not any(SIGN.search(item) for item in items[1:]):
         values = several([_expanded(item) for item in [first[2], *items[1:]]])
         return Named(_name(first[0]), values)
     return several([_expanded(item) for item in items])
@@ -234,7 +198,7 @@ def _matrix(text: str) -> Matrix | None:
     if len({len(row) for row in rows}) != 1:
         raise UnreadableError("rows of different lengths")
     factor = found["factor"].strip().removesuffix("\\cdot").strip()
-    if name := re.fullmatch(rf"(?:{_NAME.pattern})=(.*)", factor):
+    if name := re.fullmatch(rf"(?:{NAME.pattern})=(.*)", factor):
         factor = name[1].strip()
     if factor:
         times = parse("-1" if factor == "-" else factor)
@@ -244,7 +208,7 @@ def _matrix(text: str) -> Matrix | None:
 
 def _member(text: str) -> Answer | None:
     r"""Read ``x \in [1,2]``."""
-    found = re.fullmatch(rf"({_VARIABLE.pattern}|\([a-z](?:,[a-z])+\)) ?(?:\\in(?![A-Za-z])|∈) ?(.+)", text)
+    found = re.fullmatch(rf"({VARIABLE.pattern}|\([a-z](?:,[a-z])+\)) ?(?:\\in(?![A-Za-z])|∈) ?(.+)", text)
     if found is None:
         return None
     value = _one(found[2])
@@ -252,10 +216,10 @@ def _member(text: str) -> Answer | None:
 
 
 def _relation(text: str) -> Answer | None:
-    parts = split_at_top(text, _SIGN)
+    parts = split_at_top(text, SIGN)
     if len(parts) == 1:
         return None
-    signs = [_RELATIONS[sign.strip()] for sign, _ in parts[1:]]
+    signs = [RELATIONS[sign.strip()] for sign, _ in parts[1:]]
     sides = [outside_removed(side) for _, side in parts]
     if any(not side for side in sides):
         raise UnreadableError("a relation without one of its sides")
@@ -265,7 +229,7 @@ def _relation(text: str) -> Answer | None:
         return found
     if (
         len(sides) == 3
-        and _VARIABLE.fullmatch(sides[1])
+        and VARIABLE.fullmatch(sides[1])
         and set(signs) in ({"<"}, {"<="}, {"<", "<="}, {">"}, {">="}, {">", ">="})
     ):
         low, high = parse(sides[0]), parse(sides[2])
@@ -279,12 +243,12 @@ def _relation(text: str) -> Answer | None:
 
 
 def _half_line(sign: str, left: str, right: str) -> Region | None:
-    if _VARIABLE.fullmatch(right) and not _VARIABLE.fullmatch(left):
-        left, right, sign = right, left, _FLIPPED[sign]
-    if not _VARIABLE.fullmatch(left) or left in ("e", "i"):
+    if VARIABLE.fullmatch(right) and not VARIABLE.fullmatch(left):
+        left, right, sign = right, left, FLIPPED[sign]
+    if not VARIABLE.fullmatch(left) or left in ("e", "i"):
         return None
     bound = parse(right)
-    if symbols_in(bound) & {left} or _VARIABLE.fullmatch(right):
+    if symbols_in(bound) & {left} or VARIABLE.fullmatch(right):
         return None
     if sign == "!=":
         return Region(REALS.pieces, (bound,), left)
@@ -296,13 +260,13 @@ def _half_line(sign: str, left: str, right: str) -> Region | None:
 def _equation(sides: list[str]) -> Answer:
     """Read ``x = 5``, ``3x + 4y = 0``, and a calculation such as ``x = 6*7 = 42``, whose last side counts."""
     first, last = sides[0], sides[-1]
-    if _VARIABLE.fullmatch(last) and not _VARIABLE.fullmatch(first) and len(sides) == 2 and last not in ("e", "i"):
+    if VARIABLE.fullmatch(last) and not VARIABLE.fullmatch(first) and len(sides) == 2 and last not in ("e", "i"):
         first, last = last, first  # 5 = x
     if len(sides) > 2:
         tail = _one(last)
         inner = [_one(side) for side in sides[1:-1]]
         return Named(
-            _name(first) if _NAME.fullmatch(first) else "",
+            _name(first) if NAME.fullmatch(first) else "",
             Listing((*inner, tail), False),
             Relation("chain", _ZERO, _ZERO),
         )
@@ -310,11 +274,11 @@ def _equation(sides: list[str]) -> Answer:
     try:
         equation = Relation("=", parse(first), parse(last))
     except UnreadableError:
-        if not _NAME.fullmatch(first) and not TEXT.fullmatch(first) and not re.fullmatch(r"[A-Za-z ]{2,}", first):
+        if not NAME.fullmatch(first) and not TEXT.fullmatch(first) and not re.fullmatch(r"[A-Za-z ]{2,}", first):
             raise
     if equation is not None and not symbols_in(equation.left) | symbols_in(equation.right):
         return Named("", Listing((_one(first), _one(last)), False), Relation("chain", _ZERO, _ZERO))
-    if _NAME.fullmatch(first) or TEXT.fullmatch(first) or equation is None:
+    if NAME.fullmatch(first) or TEXT.fullmatch(first) or equation is None:
         return Named(_name(first), _one(last), equation)
     assert equation is not None
     return equation
@@ -343,7 +307,7 @@ def _union(text: str) -> Answer | None:
 
 _OPENINGS = re.compile(r"(\\\{|[{(\[⟨])(.*)(\\\}|(?<!\\)[})\]⟩])", re.DOTALL)
 _BUILDER = re.compile(
-    rf"({_VARIABLE.pattern})(?: ?(?:\\in|∈) ?\\mathbb ?\{{?R\}}?)? ?(?:\||:|\\mid(?![a-z])|\\vert(?![a-z])) ?(.+)"
+    rf"({VARIABLE.pattern})(?: ?(?:\\in|∈) ?\\mathbb ?\{{?R\}}?)? ?(?:\||:|\\mid(?![a-z])|\\vert(?![a-z])) ?(.+)"
 )
 
 

@@ -84,8 +84,8 @@ def split_unit(text: str) -> tuple[str, str]:
         return degrees["value"], "degree" + (degrees[2] or degrees[3] or "")
     if text.endswith("¢"):
         return text[:-1], "cent"
-    if alone := re.fullmatch(r"([-0-9.,/{}]+|\\frac\{[0-9]+\}\{[0-9]+\}) ([NJWVAKLmgsh])", text):
-        return alone[1], alone[2]
+    if alone := re.fullmatch(r"([-0-9.,/{}]+|\\frac\{[0-9]+\}\{[0-9]+\}) ([NJWVAKLmgsh]|in)(\^\{?[23]\}?)?", text):
+        return alone[1], alone[2] + re.sub(r"[{}]", "", alone[3] or "")
     if money := re.fullmatch(r"(-?)(?:(?:US|A|C|HK)?([$€£¥₹])|(USD|EUR|GBP|JPY|CNY|INR|Rs\.?) ?(?=[0-9])) ?(.+)", text):
         value, unit = split_unit(money[4])
         sign = _UNITS[(money[2] or money[3]).rstrip(".")]
@@ -151,7 +151,7 @@ def _without_scale(unit: str) -> str:
 def scaled(value: Node, unit: str) -> Node:
     """Return a number times what the word behind it says: 3 million is 3,000,000."""
     word = unit.split()[0].lower() if unit else ""
-    if word in ("%", "percent"):
+    if word in ("%", "percent", "percentage"):
         return Node("%", (value,))
     if word in _SCALES:
         times = Fraction(_SCALES[word])
