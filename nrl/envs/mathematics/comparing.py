@@ -209,7 +209,7 @@ def _coerced(left: Answer, right: Answer) -> bool | None:
         case Words(), Quantity():
             return bool(left.product) and equal_values(parse(left.product), right.value)
         case Choice(), Words():
-            return False
+            return right.product == left.letter  # statement I
     return None
 
 
@@ -289,11 +289,19 @@ def _in_any_order(left: Sequence[Answer], right: Sequence[Answer]) -> bool:
             return _in_order(_by_name(named), bare)
     if len(left) != len(right) and max(len(left), len(right)) > _MOST:
         return False
-    if len(left) == len(right) and all(equal(a, b) for a, b in zip(left, right, strict=True)):
+    if len(left) == len(right) and all(_same_item(a, b) for a, b in zip(left, right, strict=True)):
         return True
     if max(len(left), len(right)) > _MOST:
         return len(left) == len(right) and all(map(equal, *map(_sorted, (left, right))))
-    return all(any(equal(a, b) for b in right) for a in left) and all(any(equal(a, b) for a in left) for b in right)
+    return all(any(_same_item(a, b) for b in right) for a in left) and all(
+        any(_same_item(a, b) for a in left) for b in right
+    )
+
+
+def _same_item(left: Answer, right: Answer) -> bool:
+    r"""Return whether two elements of sets are equal: ``\{1\}`` is another one than 1."""
+    sets = [isinstance(item, Listing) and item.braces for item in (left, right)]
+    return sets[0] == sets[1] and equal(left, right)
 
 
 def _sorted(items: Sequence[Answer]) -> list[Answer]:
@@ -318,7 +326,22 @@ def _is_calculation_true(named: Named) -> bool:
     return all(equal(other, last) for other in others if isinstance(other, Quantity) and not symbols_in(other.value))
 
 
+_FUNCTION = re.compile(r"([A-Za-z]+(?:_[A-Za-z0-9]+)?)\(([a-z])\)")
+
+
+def _with_argument_of(left: Named, right: Named) -> Named:
+    """Return a function of t as one of x, where the other is: ``f(t) = t^2`` is ``f(x) = x^2``."""
+    first, second = _FUNCTION.fullmatch(left.name), _FUNCTION.fullmatch(right.name)
+    if not (first and second) or first[1] != second[1] or not isinstance(right.value, Quantity):
+        return right
+    if first[2] == second[2] or first[2] in symbols_in(right.value.value):
+        return right
+    value = right.value._replace(value=_renamed(right.value.value, second[2], first[2]))
+    return Named(left.name, value)
+
+
 def _named(left: Named, right: Named) -> bool:
+    right = _with_argument_of(left, right)
     if left.equation and right.equation and left.equation.sign == right.equation.sign == "=":
         if left.name != right.name:
             return equal_relations(left.equation, right.equation) or (

@@ -101,6 +101,9 @@ _ONE: Mapping[str, Callable[[Any], Any]] = {
     "arcsin": mpmath.asin,
     "arccos": mpmath.acos,
     "arctan": mpmath.atan,
+    "arcsinh": mpmath.asinh,
+    "arccosh": mpmath.acosh,
+    "arctanh": mpmath.atanh,
     "arccot": lambda x: mpmath.pi / 2 - mpmath.atan(x),
     "log": mpmath.log10,
 }
@@ -141,6 +144,9 @@ def _number(node: Node, at: Mapping[str, Any], of_angle: bool) -> Any:
         case "factorial":
             _check_size(first)
             return mpmath.factorial(first)
+        case "double factorial":
+            _check_size(first)
+            return mpmath.fac2(first)
         case "binom":
             _check_size(first)
             return mpmath.binomial(first, last)

@@ -144,7 +144,10 @@ class _Parser:
                 found = Node("^", (found, self.exponent()))
             elif self.sees("!"):
                 self.take()
-                found = Node("factorial", (found,))
+                double = self.sees("!")
+                if double:
+                    self.take()
+                found = Node("double factorial" if double else "factorial", (found,))
             elif self.sees("%"):
                 self.take()
                 found = Node("%", (found,))
@@ -322,6 +325,9 @@ class _Parser:
                 raise UnreadableError(f"a negative power of {name}")
             return Node(f"arc{name}", (self.argument(),))
         argument = self.argument()
+        if name == "cis":
+            turned = Node("*", (Node("constant", (), "i"), Node("sin", (argument,))))
+            return Node("+", (Node("cos", (argument,)), turned))
         if name in ("sqrt", "cbrt"):
             return self.raised(Node("root", (argument, Node("number", (), Fraction(2 + (name == "cbrt"))))), power)
         return self.raised(Node(name, (argument,)), power)

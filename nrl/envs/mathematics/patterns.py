@@ -26,7 +26,9 @@ FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
 NAME = re.compile(
     r"(?:[A-Za-z]|\\(?:[a-z]+|Delta|Gamma|Omega))(?:_(?:\{[^{}]*\}|[A-Za-z0-9]))?'*(?:\^\{?-1\}?)?"
     r"(?:\([A-Za-z0-9, ]*\))?|\\frac\{d[^{}]{0,3}\}\{d[^{}]{1,3}\}|[a-z]{1,2}/d[a-z]|(?:m ?)?\\angle ?[A-Z]{1,3}"
-    r"|\([A-Za-z](?:_[0-9])?(?:,[A-Za-z](?:_[0-9])?)+\)|[A-Z]{2,3}|\\overline\{[A-Z]{2}\}"
+    r"|\((?:[A-Za-z]|\\[a-z]+ ?)(?:_[0-9])?(?:,(?:[A-Za-z]|\\[a-z]+ ?)(?:_[0-9])?)+\)|[A-Z]{2,3}"
+    r"|\\(?:overline|vec|overrightarrow|mathbf|bar|hat) ?\{[A-Za-z]{1,2}\}|\\nabla ?[A-Za-z]"
+    r"|(?:P|E|Pr|Var|\\Pr|\\mathbb ?\{?[PE]\}?)\([^()]{1,30}\)"
 )
 VARIABLE = re.compile(
     r"(?:[A-Za-z]|\\(?:alpha|beta|gamma|theta|lambda|mu|phi|omega|rho|sigma))(?:_(?:\{[^{}]*\}|[A-Za-z0-9]))?"

@@ -5,11 +5,13 @@ import re
 from nrl.envs.mathematics.kinds import REALS, Answer, Based, Choice, Listing, Point, Time, Words
 
 __all__ = [
+    "NUMERALS",
     "TEXT",
     "read_based",
     "read_choice",
     "read_prose",
     "read_special",
+    "read_statement",
     "read_time",
     "read_word_list",
     "read_words",
@@ -37,7 +39,8 @@ _OPTION = (  # The text of the option, but no second answer
 )
 _CHOICE_AND_MORE = re.compile(rf"(?:\(([A-J])\)|([A-J])[).:]) *(?![,;+!^=)\s-]){_OPTION}")
 _PLAIN_CHOICE_AND_MORE = re.compile(
-    rf"(?:\(([A-J])\)|([A-J])[).:](?![0-9]{{2}}$)) *(?=[$€£]?[0-9]|\\(?:frac|sqrt|pi)|[A-Za-z]{{3,}}|\\\$){_OPTION}"
+    rf"(?:\(([A-J])\)|([A-J])[).:](?![0-9]{{2}}$)) *(?=-?[$€£]?[0-9]|-?\\(?:frac|sqrt|pi)|[A-Za-z]{{3,}}|[a-z][-+^])"
+    rf"{_OPTION}"
 )
 _MATH_WORDS = re.compile(
     r"(?:sqrt|cbrt|(?:arc|a)?(?:sin|cos|tan|cot|sec|csc)h?|log|ln|lg|exp|pi|Pi|inf(?:inity)?|oo|infty|max|min|abs|Abs|gcd|lcm"
@@ -48,6 +51,11 @@ _ALL = frozenset(
     ("all real numbers", "all reals", "real numbers", "the real numbers", "all real values", "all real number", "reals")
 )
 _ALL_WHOLE = frozenset(("all integers", "integers", "the integers", "every integer", "the set of integers"))
+_NUMERALS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
+    " eighteen nineteen twenty"
+)
+NUMERALS = {word: number for number, word in enumerate(_NUMERALS.split())}
 _MONTHS = [
     "january",
     "february",
@@ -167,7 +175,7 @@ _ROMAN = re.compile(r"[IVX]{1,5}")
 _JOINED_BY = re.compile(r"(?: ?, ?(?:and|or|&) | (?:and|or|&) )")
 
 
-def read_word_list(text: str) -> Listing | Point | None:
+def read_word_list(text: str) -> Listing | Point | Words | None:
     """Read words, or Roman numerals of statements, that are joined by "and", in any order; by commas alone, in theirs.
 
     >>> read_word_list("III and I") == read_word_list("I, III"), read_word_list("Bob"), read_word_list("x and y")
@@ -176,7 +184,10 @@ def read_word_list(text: str) -> Listing | Point | None:
     plain = " ".join(TEXT.sub(r" \1 ", text).split()).strip("\"'“”‘’")
     if not re.fullmatch(r"[^\W\d_](?:[^\W\d_]|[',’. &-])*", plain):
         return None
-    plain = re.sub(r"^(?:only|statements?) (?=[IVX])|(?<=[IVX]) only$", "", plain)
+    statements = re.sub(r"^(?:only|statements?) (?=[IVX])|(?<=[IVX]) only$", "", plain)
+    if statements != plain and _ROMAN.fullmatch(statements):
+        return Words(statements.lower(), statements)
+    plain = statements
     parts = [part.strip(" ,") for joined in _JOINED_BY.split(plain) for part in joined.split(",")]
     if len(parts) < 2 or any(not part or len(part.split()) > 3 for part in parts):
         return None
@@ -249,11 +260,36 @@ def _numeric_date(text: str) -> str:
     return f"date {int(month)} " + " ".join(sorted((year, day.lstrip("0"))))
 
 
+_HYPHEN = re.compile(r"(?<=[^\W\d_])[-–](?=[^\W\d_]{2})|(?<=[^\W\d_]{2})[-–](?=[^\W\d_])")
+_STOP = re.compile(r"(?<=[^\W\d_])[.'’](?![0-9])|(?<![0-9])\.$")
+
+
 def _simple(text: str) -> str:
-    words = re.sub(r"[-–.'’]", lambda found: " " if found[0] in "-–" else "", text.casefold()).split()
+    """Return words without what does not matter; a minus sign and a decimal point stay."""
+    words = _STOP.sub("", _HYPHEN.sub(" ", text.casefold())).split()
     while len(words) > 1 and words[0] in ("the", "a", "an"):
         words = words[1:]
     return " ".join(words)
+
+
+_SYMBOLIC = re.compile(
+    r"\\(?:subseteq|subset|supseteq|supset|perp|parallel|cong|forall|exists|nexists|nmid|aleph|mapsto|notin)(?![A-Za-z])"
+)
+
+
+def read_statement(text: str) -> Words | None:
+    r"""Read a statement in symbols, such as ``A\subseteq B``, which is equal to the same symbols.
+
+    >>> read_statement(r"A \subseteq B") == read_statement(r"A\subseteq B"), read_statement(r"\frac{1}{")
+    (True, None)
+    """
+    if not _SYMBOLIC.search(text) or text.count("{") != text.count("}"):
+        return None
+    sides = re.split(r"\\(?:perp|parallel|cong)(?![A-Za-z])", text)
+    if len(sides) == 2 and text[len(sides[0])] == "\\":
+        sign = text[len(sides[0]) : len(text) - len(sides[1])]
+        return Words(f"statement {sign} " + " ".join(sorted(side.replace(" ", "") for side in sides)))
+    return Words("statement " + text.replace(" ", ""))
 
 
 def read_prose(text: str) -> Words | None:

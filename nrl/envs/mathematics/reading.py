@@ -6,6 +6,7 @@ from collections.abc import Callable
 from fractions import Fraction
 
 from nrl.envs.mathematics.combining import both, overlapping, several, union, with_integer
+from nrl.envs.mathematics.evaluating import exact
 from nrl.envs.mathematics.expressions import parse
 from nrl.envs.mathematics.kinds import (
     INFINITY,
@@ -14,7 +15,6 @@ from nrl.envs.mathematics.kinds import (
     Answer,
     Choice,
     Listing,
-    Matrix,
     Named,
     Piece,
     Point,
@@ -23,22 +23,27 @@ from nrl.envs.mathematics.kinds import (
     Region,
     Relation,
     Words,
+    as_region,
 )
 from nrl.envs.mathematics.logic import read_logic
+from nrl.envs.mathematics.matrices import read_matrix, read_rows
 from nrl.envs.mathematics.nodes import Node, UnreadableError, symbols_in
 from nrl.envs.mathematics.notation import as_latex
 from nrl.envs.mathematics.patterns import FLIPPED, INTEGERS, NAME, RELATIONS, SIGN, VARIABLE
 from nrl.envs.mathematics.plain_kinds import (
+    NUMERALS,
     TEXT,
     read_based,
     read_choice,
     read_prose,
     read_special,
+    read_statement,
     read_time,
     read_word_list,
     read_words,
     split_choice,
 )
+from nrl.envs.mathematics.regions import intersection
 from nrl.envs.mathematics.remainders import read_congruences, read_division
 from nrl.envs.mathematics.splitting import is_bracketed, items_in, outside_removed, split_at_top
 from nrl.envs.mathematics.units import scaled, split_unit
@@ -47,11 +52,6 @@ from nrl.envs.mathematics.working import values_in
 __all__ = ["read"]
 
 _SPACED = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3})+(?![0-9/])")  # 1 000 000
-_MATRIX = re.compile(
-    r"(?P<factor>.*?)\\begin\{(?:[pbBvV]?matrix|array)\}(?:\{[lcr| ]*\})?(?P<body>(?:(?!\\begin).)*?)"
-    r"\\end\{(?:[pbBvV]?matrix|array)\}",
-    re.DOTALL,
-)
 _AND = re.compile(
     r"\s*(?:,\s*)?(?:\\text ?\{ ?,? ?(?:and|or) ?\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|\\(?:lor|vee)(?![A-Za-z]))\s*"
 )
@@ -74,7 +74,7 @@ def read(text: str) -> Answer:
     text = text.replace(r"\langle", "⟨").replace(r"\rangle", "⟩")  # brackets like the others
     text = as_latex(outside_removed(_SPACED.sub(lambda found: found[0].replace(" ", ","), text)))
     readers: tuple[Callable[[str], Answer | None], ...] = (
-        read_time, read_based, read_choice, _option, read_special, read_division, _congruence, read_logic,
+        _numeral, read_time, read_based, read_choice, _option, read_special, read_division, _congruence, read_logic,
         read_word_list, read_words,
     )  # fmt: skip
     for reader in readers:
@@ -83,8 +83,8 @@ def read(text: str) -> Answer:
     try:
         return _formula(text)
     except UnreadableError:
-        if prose := read_prose(text):
-            return prose
+        if (words := read_statement(text) or read_prose(text)) is not None:
+            return words
         raise
 
 
@@ -99,6 +99,12 @@ def _option(text: str) -> Choice | None:
         return Choice(parts[0], True, Words(" ".join(parts[1].lower().split())))
 
 
+def _numeral(text: str) -> Quantity | None:
+    """Read "twelve"."""
+    number = NUMERALS.get(TEXT.sub(r"\1", text).strip().lower())
+    return None if number is None else Quantity(Node("number", (), Fraction(number)))
+
+
 def _congruence(text: str) -> Answer | None:
     classes = read_congruences(text)
     return classes[0] if len(classes) == 1 else Listing(tuple(classes), False) if classes else None
@@ -106,6 +112,8 @@ def _congruence(text: str) -> Answer | None:
 
 _COMMA = re.compile(r"[,;]")
 _THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])")
+_TIMES = re.compile(r"\\times(?![A-Za-z])|×")
+_SHARED = re.compile(r"\\cap(?![A-Za-z])|∩")
 _CUP = re.compile(r"\\cup(?![A-Za-z])|∪|(?<![A-Za-z])U(?![A-Za-z])")
 _CAP = re.compile(r"\\(?:setminus|backslash)(?![A-Za-z])|\\\\|-(?=\\\{)")
 
@@ -177,7 +185,7 @@ def _expanded(item: str) -> Answer:
 def _one(text: str) -> Answer:
     text = outside_removed(text)
     readers: tuple[Callable[[str], Answer | None], ...] = (
-        read_special, read_time, read_based, _matrix, _member, _relation, _union, _bracketed,
+        read_special, read_time, read_based, read_matrix, _member, _relation, _union, _bracketed,
         _labelled_point, _ratio,
     )  # fmt: skip
     for reader in readers:
@@ -185,25 +193,6 @@ def _one(text: str) -> Answer:
             return found
     value, unit = split_unit(text)
     return Quantity(scaled(parse(value), unit), unit)
-
-
-def _matrix(text: str) -> Matrix | None:
-    if "\\begin" not in text:
-        return None
-    found = _MATRIX.fullmatch(text)
-    if found is None:
-        raise UnreadableError("an environment that is no matrix")
-    body = re.sub(r"\\\\ *(?:\[[^\]]*\])? *$", "", re.sub(r"\\hline", "", found["body"].strip()))
-    rows = [tuple(parse(cell) for cell in row.split("&")) for row in re.split(r"\\\\|\\cr(?![A-Za-z])", body)]
-    if len({len(row) for row in rows}) != 1:
-        raise UnreadableError("rows of different lengths")
-    factor = found["factor"].strip().removesuffix("\\cdot").strip()
-    if name := re.fullmatch(rf"(?:{NAME.pattern})=(.*)", factor):
-        factor = name[1].strip()
-    if factor:
-        times = parse("-1" if factor == "-" else factor)
-        rows = [tuple(Node("*", (times, cell)) for cell in row) for row in rows]
-    return Matrix(tuple(rows))
 
 
 def _member(text: str) -> Answer | None:
@@ -239,7 +228,20 @@ def _relation(text: str) -> Answer | None:
         return Region((Piece(low, high, *closed),), name=sides[1])
     if len(sides) != 2:
         raise UnreadableError("a chain of relations")
-    return Relation(signs[0], parse(sides[0]), parse(sides[1]))
+    left, right = parse(sides[0]), parse(sides[1])
+    if left.kind == "abs" and left.parts[0].kind == "symbol" and (bound := exact(right)) is not None and bound > 0:
+        return _around_zero(signs[0], str(left.parts[0].value), right)
+    return Relation(signs[0], left, right)
+
+
+def _around_zero(sign: str, name: str, bound: Node) -> Region:
+    """Read ``|x| < 2`` and ``|x| > 2``."""
+    closed, below = len(sign) == 2, Node("-", (bound,))
+    if sign == "!=":
+        return Region(REALS.pieces, (bound, below), name)
+    if sign[0] == "<":
+        return Region((Piece(below, bound, closed, closed),), name=name)
+    return Region((Piece(MINUS_INFINITY, below, False, closed), Piece(bound, INFINITY, closed, False)), name=name)
 
 
 def _half_line(sign: str, left: str, right: str) -> Region | None:
@@ -276,7 +278,8 @@ def _equation(sides: list[str]) -> Answer:
     except UnreadableError:
         if not NAME.fullmatch(first) and not TEXT.fullmatch(first) and not re.fullmatch(r"[A-Za-z ]{2,}", first):
             raise
-    if equation is not None and not symbols_in(equation.left) | symbols_in(equation.right):
+    numbers = equation is not None and not symbols_in(equation.left) | symbols_in(equation.right)
+    if equation is not None and numbers and equation.left.kind != "call":
         return Named("", Listing((_one(first), _one(last)), False), Relation("chain", _ZERO, _ZERO))
     if NAME.fullmatch(first) or TEXT.fullmatch(first) or equation is None:
         return Named(_name(first), _one(last), equation)
@@ -292,6 +295,15 @@ def _name(text: str) -> str:
 
 
 def _union(text: str) -> Answer | None:
+    factors = [part.strip() for _, part in split_at_top(text, _TIMES)]
+    if len(factors) > 1 and all(map(is_bracketed, factors)) and all(len(items_in(part[1:-1])) > 1 for part in factors):
+        return Point(tuple(map(_one, factors)), "x")  # a product of sets
+    shared = [part for _, part in split_at_top(text, _SHARED)]
+    if len(shared) > 1:
+        first, *others = (as_region(_one(part)) for part in shared)
+        for other in others:
+            first = intersection(first, other)
+        return first
     parts = [part for _, part in split_at_top(text, _CUP)]
     if len(parts) > 1:
         return union([_one(part) for part in parts])
@@ -321,14 +333,21 @@ def _bracketed(text: str) -> Answer | None:
     if opening in (r"\{", "{"):
         if builder := _BUILDER.fullmatch(inner.strip()):
             return _formula(builder[2])
+        head = split_at_top(inner, _SUCH_THAT)
+        if len(head) == 2 and (len(items_in(head[0][1])) == 1 or is_bracketed(head[0][1].strip())):
+            return Point((_one(head[0][1]), _condition(head[1][1])), "{|}")
         items = items_in(inner)
+        if any("dots" in item for item in items):
+            return _sequence([item.strip() for item in items])
+        if opening == "{":
+            items = [re.sub(r"^\{([^{}]*)\}$", r"\\{\1\\}", item.strip()) for item in items]  # sets in a set
         read_items = list[Answer]()
         for item in items:
             value = _expanded(item)
             read_items.extend(value.items if isinstance(value, Listing) and not value.braces else [value])
         return Listing(tuple(read_items), True)
     items = items_in(inner)
-    if opening == "[" and (rows := _rows(inner)) is not None:
+    if opening == "[" and (rows := read_rows(inner)) is not None:
         return rows
     if len(items) == 1:
         return None if opening != "⟨" else _one(items[0])
@@ -344,18 +363,13 @@ def _bracketed(text: str) -> Answer | None:
     return Point(values, mixed)
 
 
-def _rows(inner: str) -> Matrix | None:
-    """Read a matrix by its rows: ``[1,2],[3,4]``, or ``1,2;3,4``, without the brackets around it."""
-    parts = [part.strip() for _, part in split_at_top(inner, re.compile(","))]
-    if all(part[:1] == "[" and part[-1:] == "]" and is_bracketed(part) for part in parts):
-        rows = [items_in(part[1:-1]) for part in parts]
-    else:
-        rows = [items_in(part) for _, part in split_at_top(inner, re.compile(";"))]
-        if len(rows) < 2 or len(rows[0]) < 2:
-            return None
-    if len({len(row) for row in rows}) != 1:
-        return None
-    return Matrix(tuple(tuple(parse(cell) for cell in row) for row in rows))
+_SUCH_THAT = re.compile(r"\\(?:mid|vert)(?![A-Za-z])|:|\|")
+
+
+def _condition(text: str) -> Answer:
+    if whole := re.fullmatch(r"([A-Za-z]) ?(?:\\in|∈) ?\\mathbb ?\{?([A-Z])\}?(.*)", text.strip()):
+        return Words(f"{whole[1]} in {whole[2]}{whole[3]}")
+    return _formula(text.strip())
 
 
 _POINT = re.compile(r"([A-Z])(?:_\{?[0-9]\}?|')? ?(\(.+\))")

@@ -7,7 +7,13 @@ from nrl.envs.mathematics.plain_kinds import TEXT
 __all__ = ["is_bracketed", "items_in", "outside_removed", "split_at_top"]
 
 _BEGINS_ANSWER = re.compile(r"[-+]?[$€£¥₹(\[{]?[-+.]?[0-9]|[A-Za-z] ?[=<>]")
-_ABOUT = re.compile(r"(?:\\(?:approx|simeq?)(?![A-Za-z])|≈|~) ?|(?:about|approximately|approx\.?|roughly) (?=[$€£0-9])")
+_ABOUT = re.compile(
+    r"(?:\\(?:approx|sim(?:eq)?)(?![A-Za-z])|≈|~) ?|(?:about|approximately|approx\.?|roughly) (?=[$€£0-9])"
+)
+_PRECISION = re.compile(
+    r" ?\( ?(?:to )?[0-9]* ?(?:d\.? ?p\.?|s\.? ?f\.?|decimal places?|sig(?:nificant)?\.? fig(?:ure)?s?"
+    r"|approx(?:imately)?\.?|rounded.*)\)$"
+)
 
 
 def outside_removed(text: str) -> str:
@@ -21,6 +27,7 @@ def outside_removed(text: str) -> str:
         before = text
         text = text.strip(" ,;*").removesuffix(".").removeprefix("=").strip()
         text = _ABOUT.sub("", text, count=1) if _ABOUT.match(text) else text
+        text = _PRECISION.sub("", text)
         found = TEXT.fullmatch(text)
         if found and (_BEGINS_ANSWER.match(found[1].strip()) or not re.search(r"[A-Za-z]", found[1])):
             text = found[1]

@@ -69,7 +69,7 @@ _DEGREES = re.compile(
     re.DOTALL,
 )
 _NO_UNITS = re.compile(
-    r"(?<![A-Za-z])(?:sqrt|cbrt|frac|sin|cos|tan|cot|sec|csc|log|exp|inf|infinity|oo|pi|mod|max|abs|factorial|or|and|plus|minus"
+    r"(?<![A-Za-z])(?:sqrt|cbrt|frac|cis|sin|cos|tan|cot|sec|csc|log|exp|inf|infinity|oo|pi|mod|max|abs|factorial|or|and|plus|minus"
     r"|alpha|beta|gamma|delta|theta|lambda|times|divided|choose|over|maybe|not|but|if)(?![A-Za-z])"
 )
 

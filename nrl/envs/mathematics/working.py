@@ -70,10 +70,11 @@ def is_worked(right: Answer, found: Answer) -> bool:
             return is_worked(right, found.option)
         case (Congruence(), Quantity()) if not found.integer:
             return is_worked(Quantity(right.residue), found)
-        case (_, Congruence()):
-            return is_worked(right, Quantity(found.residue))
         case (Congruence(), Congruence()):
             return _is_number_worked(right.residue, found.residue)
+        case (_, Congruence()):
+            residue, modulus = exact(found.residue), exact(found.modulus)
+            return residue is None or modulus is None or abs(residue) < modulus
         case (Quantity(), Listing()) if len(found.items) == 1:
             return is_worked(right, found.items[0])
         case (Quantity(), Quantity()):
@@ -106,7 +107,9 @@ def _is_number_worked(right: Node, found: Node) -> bool:
 def _is_rounded(right: Node, found: Node) -> bool:
     r"""Return whether a number may be the rounding of an irrational one that is short, such as ``\sqrt{2}``."""
     number = exact(right)
-    digits = 0 if number is None or number.denominator == 1 else len(str(number.numerator))
+    if number is None or number.denominator == 1:
+        return False
+    digits = next((len(str(abs(number) * 10**n)) for n in range(31) if (number * 10**n).denominator == 1), 0)
     return digits >= 6 and exact(found) is None and functions_in(found) <= {"logarithm"} and operations(found) <= 4
 
 
