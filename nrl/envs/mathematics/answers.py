@@ -194,6 +194,7 @@ def tidy(answer: str) -> str | None:
     if len(answer) > LONGEST:
         return None
     text = _SAME.sub(lambda found: _INSTEAD.get(found[0][1:], r"\frac"), _DROPPED.sub("", _spelled(answer)))
+    text = re.sub(r"(?<!\\)\\ ", " ", text)
     text = _COMMA.sub(",", _TIGHT.sub(r"\1", _SPACES.sub(" ", _END.sub("", text).strip())))
     return text if _depth(text) <= _DEEPEST and any(not each.isspace() and each != "\\" for each in text) else None
 

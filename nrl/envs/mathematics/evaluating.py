@@ -318,7 +318,7 @@ def equal_values(left: Node, right: Node) -> bool:
     first, second = exact(left), exact(right)
     if first is not None and second is not None:
         return first == second or rounds(first, second) or rounds(second, first)
-    if _agree(left, right):
+    if (left == right and symbols_in(left)) or _agree(left, right):
         return True
     if symbols_in(left) | symbols_in(right):
         return False

@@ -270,6 +270,10 @@ class _Parser:
             return Node("constant", (), letter)
         if letter in _APPLIED and self.sees("(") and not self.peek.spaced:
             return Node("call", self.arguments(), letter)
+        behind = self.peek
+        numbered = behind.kind == "number" and not behind.spaced and behind.text.isdigit() and len(behind.text) < 3
+        if numbered and not single and len(text) == 1:  # x1, as programs name it
+            return self.named(f"{letter}_{self.take().text}")
         return self.named(letter)
 
     def named(self, name: str) -> Node:

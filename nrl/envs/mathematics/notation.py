@@ -8,6 +8,8 @@ _TEXT = re.compile(r"\\(?:text|mathrm|mbox) ?\{([^{}]*)\}")
 _MODULE = re.compile(r"(?<![A-Za-z.])(?:c?math|np|numpy|sp|sympy|mpmath|mp)\.(?=[A-Za-z])")
 _NATURAL = re.compile(r"(?<![A-Za-z.])(?:c?math|np|numpy|sp|sympy|mpmath|mp)\.log\(")
 _LOGARITHM = re.compile(r"(?<![A-Za-z\\])log(10|2)\(")
+_LOGARITHM_TO = re.compile(r"(?<![A-Za-z\\])log\(([^(),]+),([^(),]+)\)")
+_QUOTED = re.compile(r"(?<=[\[{(, ])(['\"])([^'\"\[\]{}()]*)\1(?=[\]}),])")
 _DIGIT_GROUPS = re.compile(r"(?<![0-9A-Za-z_.])[0-9]{1,3}(?:_[0-9]{3})+(?![0-9A-Za-z_])")
 _POINTED_GROUPS = re.compile(r"(?<![0-9A-Za-z.,])[0-9]{1,3}(?:\.[0-9]{3}){2,}(?![0-9.])")
 _CASES = re.compile(
@@ -46,6 +48,8 @@ def as_latex(text: str) -> str:
     text = _POINTED_GROUPS.sub(lambda match: match[0].replace(".", ""), text)
     if cases := _CASES.fullmatch(text):
         text = ",".join(line.strip(" ,") for line in cases["lines"].split(r"\\") if line.strip(" ,"))
+    text = _LOGARITHM_TO.sub(r"\\log_{\2}(\1)", _QUOTED.sub(r"\2", text) if text[:1] in "[{(" else text)
+    text = r"\{\}" if text in ("[]", "()") else re.sub(r",(?=[)\]]$)", "", text)
     text = _FLOAT.sub(r"\1\\infty ", _COMPLEX.sub(r"(\1+(\2)i)", _FRACTION.sub(r"((\1)/(\2))", text)))
     text = _INTERVAL.sub(_interval, text)
     if union := _UNION.fullmatch(text):
@@ -60,7 +64,7 @@ def as_latex(text: str) -> str:
     letters = set(re.sub(r"\\?(?:sqrt|frac|cdot|text|pi|exp|sin|cos)|(?<![a-z])(?:or|and)(?![a-z])", "", text)) - {"e"}
     if not any(letter.isalpha() and letter not in "jJ" for letter in letters):
         text = _IMAGINARY.sub(r"\1i", text)
-    elif "*" in text and not any(letter.isalpha() and letter not in "I" for letter in letters):
+    elif "*" in text and not any(letter.isalpha() and letter != "I" for letter in letters):
         text = re.sub(r"(?<=\*)I|I(?=\*)", "i", text)
     if text[:1] in ("[", "]") and _OUTWARD_ONLY.fullmatch(text):
         text = _OUTWARD.sub(_brackets, text)

@@ -79,6 +79,9 @@ def read_time(text: str) -> Time | None:
     (Time(minutes=930, seconds=-1, half='p', numbers=()), None)
     """
     plain = TEXT.sub(r" \1", text).strip()
+    if word := re.fullmatch(r"(?:12 ?)?(noon|midnight)", plain, re.IGNORECASE):
+        return Time(720, half="p") if word[1].lower() == "noon" else Time(0, half="a")
+    plain = re.sub(r"^([0-9]{1,2}) ?o['’]clock$", r"\1:00", plain)
     found = _TIME.fullmatch(plain)
     if found is None and (hour := _HOUR.fullmatch(plain)):
         return _clock(int(hour["hour"]), 0, -1, hour["half"])

@@ -332,7 +332,10 @@ def _bracketed(text: str) -> Answer | None:
         return None  # a group, not a set
     if opening in (r"\{", "{"):
         if builder := _BUILDER.fullmatch(inner.strip()):
-            return _formula(builder[2])
+            region = _formula(builder[2])
+            if isinstance(region, Region) and region.name not in ("", builder[1]):
+                raise UnreadableError(f"a set of {builder[1]} without a condition of it")
+            return region
         head = split_at_top(inner, _SUCH_THAT)
         if len(head) == 2 and (len(items_in(head[0][1])) == 1 or is_bracketed(head[0][1].strip())):
             return Point((_one(head[0][1]), _condition(head[1][1])), "{|}")
