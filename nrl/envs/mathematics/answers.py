@@ -21,7 +21,6 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from nrl.envs.mathematics.statements import (
-    LONGEST,
     SAYS,
     is_taken_back,
     last_statement,
@@ -41,6 +40,9 @@ __all__ = [
     "tidy",
     "written",
 ]
+
+LONGEST = 1000
+"""Characters that an answer has at most; whatever is longer is none."""
 
 _READ = 16_384
 _DEEPEST = 40  # braces and brackets in each other: what reads formulas takes a stack for each
@@ -81,7 +83,7 @@ def answer_span(response: str) -> str | None:
     """
     text = response[-_READ:]
     for mark in reversed(list(_MARK.finditer(text))[-_MARKS:]):
-        if mark[1].strip() and (may_be_formula(mark[1]) or next(marked_number(mark[0]), None) is not None):
+        if mark[1].strip() and (_may_be_answer(mark[1]) or next(marked_number(mark[0]), None) is not None):
             return mark[1]
     found = list(_together(text))
     if found:
@@ -100,11 +102,15 @@ def answer_span(response: str) -> str | None:
     for count, line in enumerate(reversed(lines[-_LINES:])):
         *_, said = [0, *(found.end() for found in SAYS.finditer(line))]
         bare = sentence_end_removed(line[said:], bool(said))
-        if bare and may_be_formula(bare) and (said or not count):
+        if bare and _may_be_answer(bare) and (said or not count):
             return bare
         if re.search(r"[0-9=+*/^\\$]", line) or is_taken_back(line):
             break
     return final_number(rest)
+
+
+def _may_be_answer(text: str) -> bool:
+    return len(text) <= LONGEST and may_be_formula(text)
 
 
 def _together(text: str) -> Iterator[str | None]:

@@ -3,10 +3,7 @@
 import re
 from typing import NamedTuple
 
-__all__ = ["LONGEST", "SAYS", "Statement", "is_taken_back", "last_statement", "may_be_formula", "sentence_end_removed"]
-
-LONGEST = 1000
-"""Characters that an answer has at most; whatever is longer is none."""
+__all__ = ["SAYS", "Statement", "is_taken_back", "last_statement", "may_be_formula", "sentence_end_removed"]
 
 SAYS = re.compile(
     r"\b(?:answer|result|solution)s?\b[*_]*(?:\s+(?:is|are|equals)\b)?[\s*_]*[:=：]?[\s*_]*"
@@ -82,12 +79,8 @@ def may_be_formula(text: str) -> bool:
     >>> may_be_formula("sin(x)+1"), may_be_formula("the answer"), may_be_formula("答え")
     (True, False, False)
     """
-    return (
-        len(text) <= LONGEST
-        and any(each.isalnum() for each in text)
-        and all(
-            _FUNCTION.fullmatch(word) for word in _WORD.findall(re.sub(r"\\(?:text|mathrm)\s*\{[^{}]*\}", "", text))
-        )
+    return any(each.isalnum() for each in text) and all(
+        _FUNCTION.fullmatch(word) for word in _WORD.findall(re.sub(r"\\(?:text|mathrm)\s*\{[^{}]*\}", "", text))
     )
 
 
