@@ -79,13 +79,13 @@ def union(parts: list[Answer]) -> Answer:
     return Region(tuple(pieces))
 
 
-def with_integer(found: Answer, letter: str) -> Answer:
-    """Return an answer in which a letter stands for every whole number."""
+def with_integer(found: Answer, letter: str, numbers: str) -> Answer:
+    """Return an answer in which a letter stands for every whole number (Z), or those that count (N)."""
     match found:
         case Quantity():
-            return found._replace(integer=letter)
+            return found._replace(integer=letter, numbers=numbers)
         case Named():
-            return found._replace(value=with_integer(found.value, letter), equation=None)
+            return found._replace(value=with_integer(found.value, letter, numbers), equation=None)
         case Listing():
-            return found._replace(items=tuple(with_integer(item, letter) for item in found.items))
+            return found._replace(items=tuple(with_integer(item, letter, numbers) for item in found.items))
     return found

@@ -161,7 +161,8 @@ def _same_kind(left: Answer, right: Answer) -> bool | None:
         case Region(), Region():
             return equal_regions(left, right)
         case Point(), Point():
-            return _in_order(left.items, right.items)
+            special = {left.brackets, right.brackets} & {"{|}", "x"}
+            return (left.brackets == right.brackets or not special) and _in_order(left.items, right.items)
         case Listing(), Listing():
             return _in_any_order(left.items, right.items)
         case Named(), Named():
@@ -198,7 +199,7 @@ def _coerced(left: Answer, right: Answer) -> bool | None:
             return _ratios([Node("number", (), Fraction(number)) for number in left.numbers], right.parts)
         case Choice(), _ if left.option is not None:
             return equal(left.option, right)
-        case Congruence(), Quantity() if right.integer:
+        case Congruence(), Quantity() if right.numbers == "Z":
             return is_solution(left, right)
         case Congruence(), Quantity():
             return not left.name and has_residue(left, right.value)
@@ -219,12 +220,14 @@ _RULES: tuple[Callable[[Answer, Answer], bool | None], ...] = (_same_kind, _coer
 def _quantities(left: Quantity, right: Quantity) -> bool:
     if differ(left.unit, right.unit):
         return False
+    if left.numbers and right.numbers and left.numbers != right.numbers:
+        return False
     if left.integer or right.integer:
         names, others = (symbols_in(side.value) for side in (left, right))
         if len(names - others) == len(others - names) == 1 and (others - names) <= set("kmn"):
             right = right._replace(value=_renamed(right.value, *(others - names), *(names - others)))
         letter = (left.integer or right.integer) if symbols_in(left.value) == symbols_in(right.value) else ""
-        if letter and equal_lines(left.value, right.value, letter):
+        if letter and "N" not in (left.numbers, right.numbers) and equal_lines(left.value, right.value, letter):
             return True
     cents = [_is_percent(side.value) for side in (left, right)]
     if sum(cents) != 1:

@@ -30,11 +30,12 @@ __all__ = [
 
 
 class Quantity(NamedTuple):
-    """A number or an expression, its unit, and the letter in it that stands for every whole number."""
+    """A number or an expression, its unit, and the letter in it that stands for every number of a set: Z or N."""
 
     value: Node
     unit: str = ""
     integer: str = ""
+    numbers: str = ""
 
 
 class Listing(NamedTuple):

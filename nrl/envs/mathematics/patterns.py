@@ -34,8 +34,8 @@ VARIABLE = re.compile(
     r"(?:[A-Za-z]|\\(?:alpha|beta|gamma|theta|lambda|mu|phi|omega|rho|sigma))(?:_(?:\{[^{}]*\}|[A-Za-z0-9]))?"
 )
 _WHOLE = (
-    r"(?:\\in(?![A-Za-z])|∈|(?:is |are )?in) ?(?:\\(?:mathbb|mathbf|Bbb|mathrm) ?)?\{?(?:Z|N|the integers)\}?"
-    r"(?:\^\{?[+*]\}?|_\{?(?:\+|0|\\ge ?0|>0)\}?)?"
+    r"(?:\\in(?![A-Za-z])|∈|(?:is |are )?in) ?(?:\\(?:mathbb|mathbf|Bbb|mathrm) ?)?\{?(?P<set>Z|N|the integers)\}?"
+    r"(?P<part>\^\{?[+*]\}?|_\{?(?:\+|0|\\ge ?0|>0)\}?)?"
 )
 INTEGERS = re.compile(
     rf"(?P<value>.+?)[ ,;.]*(?:\()?(?:(?:where|for|with|and) )?(?:(?:any|all|some|every|each) )?(?:\\forall ?)?(?:"

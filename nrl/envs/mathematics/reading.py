@@ -120,7 +120,8 @@ _CAP = re.compile(r"\\(?:setminus|backslash)(?![A-Za-z])|\\\\|-(?=\\\{)")
 
 def _formula(text: str) -> Answer:
     if whole := INTEGERS.fullmatch(" ".join(TEXT.sub(r" \1 ", text).split())):
-        return _with_integer(whole["value"], whole["a"] or whole["b"] or whole["c"])
+        positive = whole["set"] == "N" or whole["part"]
+        return _with_integer(whole["value"], whole["a"] or whole["b"] or whole["c"], "N" if positive else "Z")
     text = _drop_words_of_items(text)
     marked = _THOUSANDS.sub(lambda found: found[0].replace(",", "\1"), text)
     parts = split_at_top(marked, _AND)
@@ -146,11 +147,11 @@ def _formula(text: str) -> Answer:
     return several([_expanded(item) for item in items])
 
 
-def _with_integer(text: str, letter: str) -> Answer:
+def _with_integer(text: str, letter: str, numbers: str) -> Answer:
     """Read an answer in which a letter stands for every whole number; of another one, that is a second condition."""
     found = _formula(text.strip())
     if any(letter in symbols_in(value) for value in values_in(found)):
-        return with_integer(found, letter)
+        return with_integer(found, letter, numbers)
     return Listing((found, Words(f"{letter} is an integer")), False)
 
 
@@ -383,8 +384,9 @@ def _labelled_point(text: str) -> Named | None:
     match = _POINT.fullmatch(text)
     if match is None or not is_bracketed(match[2]) or len(items_in(match[2][1:-1])) == 1:
         return None
-    if match[1] == "C" and parse(text).kind == "binom":
-        return None
+    pair = re.fullmatch(r"\(([0-9]+),([0-9]+)\)", match[2])
+    if match[1] == "C" and pair and int(pair[1]) >= int(pair[2]):
+        return None  # combinations
     return Named(match[1], _one(match[2]))
 
 

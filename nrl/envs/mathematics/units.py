@@ -44,13 +44,19 @@ _SAME = {
     "N": "N newton newtons",
     "J": "J joule joules",
     "W": "W watt watts",
+    "V": "V volt volts",
+    "A": "A ampere amperes amp amps",
+    "K": "K kelvin kelvins",
+    "Hz": "Hz hertz",
+    "Pa": "Pa pascal pascals",
+    "mol": "mol mole moles",
+    **{unit: unit for unit in ("kHz", "MHz", "kPa", "kJ", "kW", "kWh", "KB", "MB", "GB", "TB", "nm")},
     "mi/h": "mph",
     "km/h": "kph kmph",
 }
 _UNITS = {word: unit for unit, words in _SAME.items() for word in words.split()}
-_LETTERS_ALONE = frozenset(
-    ["cm", "mm", "km", "ft", "kg", "mg", "lb", "lbs", "min", "hr", "hrs", "mph", "ml", "mL", "oz", "sec"]
-)  # without a text around
+_ALONE = "cm mm km ft kg mg lb lbs min hr hrs mph ml mL oz sec yd Hz kHz MHz Pa kPa kJ kW kWh KB MB GB TB nm mol"
+_LETTERS_ALONE = frozenset(_ALONE.split())  # without a text around
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 _TEXT = r"\\(?:text|textbf|textit|textrm|mathrm|mbox|rm) ?\{[^{}]*\}"
 _POWER = r"(?:\^(?:\{-?[0-9]\}|[0-9]))?"
@@ -85,12 +91,16 @@ def split_unit(text: str) -> tuple[str, str]:
     if text.endswith("¢"):
         return text[:-1], "cent"
     if alone := re.fullmatch(r"([-0-9.,/{}]+|\\frac\{[0-9]+\}\{[0-9]+\}) ([NJWVAKLmgsh]|in)(\^\{?[23]\}?)?", text):
-        return alone[1], alone[2] + re.sub(r"[{}]", "", alone[3] or "")
+        return alone[1], _UNITS.get(alone[2], alone[2]) + re.sub(r"[{}]", "", alone[3] or "")
     if money := re.fullmatch(r"(-?)(?:(?:US|A|C|HK)?([$€£¥₹])|(USD|EUR|GBP|JPY|CNY|INR|Rs\.?) ?(?=[0-9])) ?(.+)", text):
-        value, unit = split_unit(money[4])
+        amount, slash, time = money[4].partition("/")
+        rate = slash and re.fullmatch(r" ?[a-z]{1,6}", time)
+        value, unit = split_unit(amount if rate else money[4])
         sign = _UNITS[(money[2] or money[3]).rstrip(".")]
         scale = unit.split(" ")[0]
-        return money[1] + value, f"{scale} {sign}" if scale in _SCALES else sign
+        return money[1] + value, f"{scale} {sign}" if scale in _SCALES else sign + (
+            f"/{_canonical(time)}" if rate else ""
+        )
     if money := re.fullmatch(r"(.*[0-9}]) ?([$€£₹])", text):
         return money[1].removesuffix("\\"), _UNITS[money[2]]
     found = _BEHIND.fullmatch(text)
