@@ -5,9 +5,11 @@ r"""The final answer of a response as text, and what can be said of it without m
 1. the last line that ``####`` begins and that is no heading;
 2. the last ``\boxed{...}``, which has to be closed, and those that only a comma, "and" or "or" parts from it: then the
    answer is all of them together;
-3. the last formula (``$...$``, ``$$...$$``, ``\(...\)``, ``\[...\]``), unless a number stands behind it;
-4. a last line, or what follows "answer is", "answer:" or the like in it, that has no words in it;
-5. the last number, as `nrl.envs.final_number` finds it.
+3. the last ``<answer>...</answer>``, ``"answer": ...`` of JSON, or line ``Answer: even``, if no formula stands behind;
+4. the last formula (``$...$``, ``$$...$$``, ``\(...\)``, ``\[...\]``), unless a number stands behind it;
+5. a last line, or what follows "answer is", "答案是" or the like in it, that has no words in it; or so an earlier line,
+   where those behind it have no numbers;
+6. the last number, as `nrl.envs.final_number` finds it.
 
 All of it is linear in the text, and nothing is evaluated.
 """
@@ -19,6 +21,13 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from nrl.envs.final_numbers import boxes, final_number, marked_number, only_number
+from nrl.envs.mathematics.statements import (
+    SAYS,
+    is_taken_back,
+    last_statement,
+    may_be_formula,
+    sentence_end_removed,
+)
 
 __all__ = [
     "LONGEST",
@@ -39,19 +48,13 @@ _READ = 16_384
 _DEEPEST = 40  # braces and brackets in each other: what reads formulas takes a stack for each
 _JOINED = 8  # boxes
 _MARKS = 8  # of which the last is no heading
+_LINES = 8  # from the last, where those behind an answer have no numbers in them
 
 _MARK = re.compile(r"(?<!#)####(?!#)([^\n#]*)")
 _BETWEEN = re.compile(r"(?:[\s$,;]|\\[()\[\]]|\\text\{\s*(?:and|or)\s*\}|and\b|or\b)*")
 _FORMULA = re.compile(
     r"(?<!\\)\$\$(?P<a>[^$]+)\$\$|\\\[(?P<b>(?:[^\\]|\\[^\]\[])+)\\\]|\\\((?P<c>(?:[^\\]|\\[^()])+)\\\)"
     r"|(?<![\\$])\$(?=[^\s$])(?P<d>[^$\n]*[^\s$\\])\$(?![0-9$])"
-)
-_SAYS = re.compile(
-    r"\b(?:answer|result|solution)s?\b[*_]*(?:\s+(?:is|are|equals)\b)?[\s*_]*[:=]?[\s*_]*", re.IGNORECASE
-)
-_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
-_FUNCTION = re.compile(
-    "sqrt|(?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|ln|exp|pi|inf(?:inity)?|oo|or|and|frac|max|min|abs"
 )
 
 
@@ -80,20 +83,34 @@ def answer_span(response: str) -> str | None:
     """
     text = response[-_READ:]
     for mark in reversed(list(_MARK.finditer(text))[-_MARKS:]):
-        if mark[1].strip() and (_bare(mark[1]) or next(marked_number(mark[0]), None) is not None):
+        if mark[1].strip() and (_may_be_answer(mark[1]) or next(marked_number(mark[0]), None) is not None):
             return mark[1]
     found = list(_together(text))
     if found:
         return None if None in found else ", ".join(each for each in reversed(found) if each is not None)
     *_, formula = [None, *_FORMULA.finditer(text)]
+    statement = last_statement(text)
+    if statement is not None and (formula is None or formula.end() <= statement.end):
+        inner = answer_span(statement.text) if statement.marked and len(statement.text.split()) > 3 else statement.text
+        if inner and not is_taken_back(text[statement.end :]):
+            return inner
     rest = text[formula.end() :] if formula is not None else text
     if formula is not None:
         behind = final_number(rest)
         return behind or next(each for each in formula.group("a", "b", "c", "d") if each is not None)
-    *_, line = ["", *rest.split("\n")] if not rest.strip() else rest.strip().split("\n")
-    *_, said = [0, *(found.end() for found in _SAYS.finditer(line))]
-    bare = line[said:].strip(" \t*_").removesuffix(".")
-    return bare if bare and _bare(bare) else final_number(rest)
+    lines = [line for line in rest.split("\n") if line.strip()]
+    for count, line in enumerate(reversed(lines[-_LINES:])):
+        *_, said = [0, *(found.end() for found in SAYS.finditer(line))]
+        bare = sentence_end_removed(line[said:], bool(said))
+        if bare and _may_be_answer(bare) and (said or not count):
+            return bare
+        if re.search(r"[0-9=+*/^\\$]", line) or is_taken_back(line):
+            break
+    return final_number(rest)
+
+
+def _may_be_answer(text: str) -> bool:
+    return len(text) <= LONGEST and may_be_formula(text)
 
 
 def _together(text: str) -> Iterator[str | None]:
@@ -110,17 +127,6 @@ def _together(text: str) -> Iterator[str | None]:
             return
         yield box[2]
         start = box[0]
-
-
-def _bare(text: str) -> bool:
-    """Whether a text may be a formula: no words, and something in it."""
-    return (
-        len(text) <= LONGEST
-        and any(each.isalnum() for each in text)
-        and all(
-            _FUNCTION.fullmatch(word) for word in _WORD.findall(re.sub(r"\\(?:text|mathrm)\s*\{[^{}]*\}", "", text))
-        )
-    )
 
 
 # --- One way to write it.
@@ -194,12 +200,15 @@ def tidy(answer: str) -> str | None:
     if len(answer) > LONGEST:
         return None
     text = _SAME.sub(lambda found: _INSTEAD.get(found[0][1:], r"\frac"), _DROPPED.sub("", _spelled(answer)))
+    text = re.sub(r"(?<!\\)\\ ", " ", text)
     text = _COMMA.sub(",", _TIGHT.sub(r"\1", _SPACES.sub(" ", _END.sub("", text).strip())))
     return text if _depth(text) <= _DEEPEST and any(not each.isspace() and each != "\\" for each in text) else None
 
 
 def _spelled(answer: str) -> str:
     """Return an answer with LaTeX in place of Unicode's signs."""
+    if answer.count("$") == 1:
+        answer = re.sub(r"(?<!\\)\$(?= ?[0-9.])", r"\\$", answer)  # One alone is a currency, not the edge of a formula.
     text = _RAISED.sub(lambda found: "^{" + "".join(_POWERS[each] for each in found[0]) + "}", answer)
     text = _DOTS.sub(r"\\ldots ", text)
     return _ROOT.sub(lambda found: r"\sqrt{" + (found[1] or found[2] or found[3] or "") + "}", text).translate(_SIGNS)
@@ -230,7 +239,7 @@ _PLAIN = re.compile(
     r"(?:\\(?:text|mathrm|mbox|,|;|:) ?\{[^{}\\0-9]*\}|[ \\]+(?P<unit>[a-z]{3,}(?: [a-z]{2,})*))?[\s.$\\]*"
 )
 _NO_UNITS = re.compile(
-    r"\b(?:sqrt|frac|sin|cos|tan|cot|sec|csc|log|exp|inf|infinity|infty|times|cdot|mod|max|min|abs|factorial|or|and|plus"
+    r"\b(?:sqrt|frac|overline|bar|dot|[lc]?dots|sin|cos|tan|cot|sec|csc|log|exp|inf|infinity|infty|times|cdot|mod|max|min|abs|factorial|or|and|plus"
     r"|alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|rho|sigma|tau|phi|chi|psi|omega|pm|cup|cap|pct"
     r"|percent|percentage|squared|cubed|degrees|radians|minus|divided|dozen|hundred|thousand|million|billion|trillion"
     r")\b"

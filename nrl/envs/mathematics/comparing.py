@@ -13,7 +13,10 @@ from nrl.envs.mathematics.kinds import (
     Answer,
     Based,
     Choice,
+    Congruence,
+    Division,
     Listing,
+    Logic,
     Matrix,
     Named,
     Point,
@@ -28,6 +31,7 @@ from nrl.envs.mathematics.kinds import (
 from nrl.envs.mathematics.nodes import Node, NoValueError, UnreadableError, symbols_in
 from nrl.envs.mathematics.reading import read
 from nrl.envs.mathematics.regions import as_relation, equal_regions, equal_relations
+from nrl.envs.mathematics.remainders import equal_congruences, equal_lines, has_residue, is_solution
 from nrl.envs.mathematics.units import differ
 from nrl.envs.mathematics.working import is_worked, last_side, values_in
 
@@ -44,15 +48,17 @@ def unusable(text: str) -> str:
     ('', 'which has no value')
     """
     try:
-        found = read(text)
+        sides = _sides(text)
+        if len(sides) == 2 and not _is_rounding(*sides):
+            return "of which one side of \\approx is no rounding of the other"
+        for found in map(read, sides):
+            if why := next((why for value in values_in(found) if (why := fault_of(value))), ""):
+                return why
+            if not equal(found, found):
+                return "which does not equal itself"
     except (UnreadableError, NoValueError) as error:
         return f"which cannot be read as mathematics ({error})"
-    if why := next((why for value in values_in(found) if (why := fault_of(value))), ""):
-        return why
-    try:
-        return "" if equal(found, found) else "which does not equal itself"
-    except (UnreadableError, NoValueError) as error:
-        return f"which is {error}"
+    return ""
 
 
 def is_right(reference: str, answer: str) -> bool:
@@ -64,15 +70,25 @@ def is_right(reference: str, answer: str) -> bool:
     >>> is_right("x=3", "3"), is_right("x=3", "2x+1=7"), is_right("29", "12+17")
     (True, False, False)
     """
-    right = read(reference)
-    exact_part, about, rounded = answer.rpartition(r"\approx")
-    answers = [part for part in (exact_part, rounded) if part.strip()]
-    if about and len(answers) == 2 and not _is_rounding(*answers):
+    rights, answers = list(map(read, _sides(reference))), _sides(answer)
+    if len(answers) == 2 and not _is_rounding(*answers):
         return False  # two answers
     try:
-        return any(is_worked(right, found) and equal(right, found) for found in map(read, answers))
+        found = list(map(read, answers))
+        return any(is_worked(right, answer) and equal(right, answer) for answer in found for right in rights)
     except NoValueError:
         return False
+
+
+_LETTER = re.compile(r"\\?[A-Za-z]+(?:_\{?[A-Za-z0-9]+\}?)?(?:\([a-z]\))?")
+
+
+def _sides(text: str) -> list[str]:
+    r"""Return a value and its rounding, where ``\approx`` stands between the two; otherwise the text alone."""
+    exact_part, about, rounded = text.rpartition(r"\approx")
+    if about and _LETTER.fullmatch(exact_part.strip()) and exact_part.strip() not in (r"\pi", "e"):
+        return [f"{exact_part}={rounded}"]  # x \approx 5.2
+    return [part for part in (exact_part, rounded) if part.strip()] or [text]
 
 
 _DECIMAL = re.compile(
@@ -121,10 +137,18 @@ def _same_kind(left: Answer, right: Answer) -> bool | None:
         case Ratio(), Ratio():
             return _ratios(left.parts, right.parts)
         case Based(), Based():
-            return left == right
+            return left[:2] == right[:2]
         case Choice(), Choice():
+            if left.option is not None and right.option is not None and not equal(left.option, right.option):
+                return False
             marked = left.marked or right.marked
             return left.letter.upper() == right.letter.upper() if marked else left.letter == right.letter
+        case Logic(), Logic():
+            return left == right
+        case Congruence(), Congruence():
+            return equal_congruences(left, right)
+        case Division(), Division():
+            return equal_values(left.quotient, right.quotient) and equal_values(left.remainder, right.remainder)
         case Words(), Words():
             return left.text == right.text or _products(left.product, right.product)
         case Matrix(), Matrix():
@@ -137,7 +161,8 @@ def _same_kind(left: Answer, right: Answer) -> bool | None:
         case Region(), Region():
             return equal_regions(left, right)
         case Point(), Point():
-            return _in_order(left.items, right.items)
+            special = {left.brackets, right.brackets} & {"{|}", "x"}
+            return (left.brackets == right.brackets or not special) and _in_order(left.items, right.items)
         case Listing(), Listing():
             return _in_any_order(left.items, right.items)
         case Named(), Named():
@@ -162,7 +187,7 @@ def _coerced(left: Answer, right: Answer) -> bool | None:
         case Listing(), Point():
             if all(isinstance(item, Named) for item in left.items):
                 return _in_order(_by_name(left.items), right.items)
-            return not left.braces and right.brackets == "()" and _in_order(left.items, right.items)
+            return not left.braces and right.brackets in ("()", "[]") and _in_order(left.items, right.items)
         case Listing(), _ if len(left.items) == 1 and not isinstance(right, Region):
             return equal(left.items[0], right)
         case Ratio(), Quantity():
@@ -170,15 +195,22 @@ def _coerced(left: Answer, right: Answer) -> bool | None:
             if whole is not None and whole.denominator == 1:
                 return False  # 7:1 is not 7
             return len(left.parts) == 2 and not right.unit and equal_values(Node("/", left.parts), right.value)
-        case Time(), Ratio() if left.seconds >= 0 and not left.half:
-            numbers = (*divmod(left.minutes, 60), left.seconds)
-            return _ratios([Node("number", (), Fraction(number)) for number in numbers], right.parts)
+        case Time(), Ratio():
+            return _ratios([Node("number", (), Fraction(number)) for number in left.numbers], right.parts)
+        case Choice(), _ if left.option is not None:
+            return equal(left.option, right)
+        case Congruence(), Quantity() if right.numbers == "Z":
+            return is_solution(left, right)
+        case Congruence(), Quantity():
+            return not left.name and has_residue(left, right.value)
+        case Based(), Quantity() if left.literal:
+            return equal_values(Node("number", (), Fraction(int(left.digits, left.base))), right.value)
         case Choice(), Quantity():
             return not left.marked and equal(Quantity(parse(left.letter)), right)
         case Words(), Quantity():
             return bool(left.product) and equal_values(parse(left.product), right.value)
         case Choice(), Words():
-            return False
+            return right.product == left.letter  # statement I
     return None
 
 
@@ -188,10 +220,15 @@ _RULES: tuple[Callable[[Answer, Answer], bool | None], ...] = (_same_kind, _coer
 def _quantities(left: Quantity, right: Quantity) -> bool:
     if differ(left.unit, right.unit):
         return False
+    if left.numbers and right.numbers and left.numbers != right.numbers:
+        return False
     if left.integer or right.integer:
         names, others = (symbols_in(side.value) for side in (left, right))
         if len(names - others) == len(others - names) == 1 and (others - names) <= set("kmn"):
             right = right._replace(value=_renamed(right.value, *(others - names), *(names - others)))
+        letter = (left.integer or right.integer) if symbols_in(left.value) == symbols_in(right.value) else ""
+        if letter and "N" not in (left.numbers, right.numbers) and equal_lines(left.value, right.value, letter):
+            return True
     cents = [_is_percent(side.value) for side in (left, right)]
     if sum(cents) != 1:
         return equal_values(left.value, right.value)
@@ -219,9 +256,19 @@ def _percentage(node: Node) -> Node:
     return node.parts[0] if node.kind == "%" else node._replace(parts=(_percentage(node.parts[0]),))
 
 
+_WORDS = (
+    "am an as at be by do go he hi if in is it me my no of oh ok on or so to up us we ad ah ha ma pa ox ax ex id la ho"
+)
+_SHORT_WORDS = frozenset(_WORDS.split())
+
+
 def _products(left: str, right: str) -> bool:
     """Return whether two words are products of the same letters; words that can be spoken are words."""
-    return bool(left and right) and sorted(left) == sorted(right) and not set("aeiouAEIOU") & set(left)
+    if not (left and right) or sorted(left) != sorted(right):
+        return False
+    if len(left) == 2 and (left + right).islower():
+        return not {left, right} & _SHORT_WORDS
+    return not set("aeiouAEIOU") & set(left)
 
 
 def _ratios(left: Sequence[Node], right: Sequence[Node]) -> bool:
@@ -245,11 +292,19 @@ def _in_any_order(left: Sequence[Answer], right: Sequence[Answer]) -> bool:
             return _in_order(_by_name(named), bare)
     if len(left) != len(right) and max(len(left), len(right)) > _MOST:
         return False
-    if len(left) == len(right) and all(equal(a, b) for a, b in zip(left, right, strict=True)):
+    if len(left) == len(right) and all(_same_item(a, b) for a, b in zip(left, right, strict=True)):
         return True
     if max(len(left), len(right)) > _MOST:
         return len(left) == len(right) and all(map(equal, *map(_sorted, (left, right))))
-    return all(any(equal(a, b) for b in right) for a in left) and all(any(equal(a, b) for a in left) for b in right)
+    return all(any(_same_item(a, b) for b in right) for a in left) and all(
+        any(_same_item(a, b) for a in left) for b in right
+    )
+
+
+def _same_item(left: Answer, right: Answer) -> bool:
+    r"""Return whether two elements of sets are equal: ``\{1\}`` is another one than 1."""
+    sets = [isinstance(item, Listing) and item.braces for item in (left, right)]
+    return sets[0] == sets[1] and equal(left, right)
 
 
 def _sorted(items: Sequence[Answer]) -> list[Answer]:
@@ -274,7 +329,22 @@ def _is_calculation_true(named: Named) -> bool:
     return all(equal(other, last) for other in others if isinstance(other, Quantity) and not symbols_in(other.value))
 
 
+_FUNCTION = re.compile(r"([A-Za-z]+(?:_[A-Za-z0-9]+)?)\(([a-z])\)")
+
+
+def _with_argument_of(left: Named, right: Named) -> Named:
+    """Return a function of t as one of x, where the other is: ``f(t) = t^2`` is ``f(x) = x^2``."""
+    first, second = _FUNCTION.fullmatch(left.name), _FUNCTION.fullmatch(right.name)
+    if not (first and second) or first[1] != second[1] or not isinstance(right.value, Quantity):
+        return right
+    if first[2] == second[2] or first[2] in symbols_in(right.value.value):
+        return right
+    value = right.value._replace(value=_renamed(right.value.value, second[2], first[2]))
+    return Named(left.name, value)
+
+
 def _named(left: Named, right: Named) -> bool:
+    right = _with_argument_of(left, right)
     if left.equation and right.equation and left.equation.sign == right.equation.sign == "=":
         if left.name != right.name:
             return equal_relations(left.equation, right.equation) or (

@@ -101,6 +101,9 @@ _ONE: Mapping[str, Callable[[Any], Any]] = {
     "arcsin": mpmath.asin,
     "arccos": mpmath.acos,
     "arctan": mpmath.atan,
+    "arcsinh": mpmath.asinh,
+    "arccosh": mpmath.acosh,
+    "arctanh": mpmath.atanh,
     "arccot": lambda x: mpmath.pi / 2 - mpmath.atan(x),
     "log": mpmath.log10,
 }
@@ -141,6 +144,9 @@ def _number(node: Node, at: Mapping[str, Any], of_angle: bool) -> Any:
         case "factorial":
             _check_size(first)
             return mpmath.factorial(first)
+        case "double factorial":
+            _check_size(first)
+            return mpmath.fac2(first)
         case "binom":
             _check_size(first)
             return mpmath.binomial(first, last)
@@ -312,11 +318,9 @@ def equal_values(left: Node, right: Node) -> bool:
     first, second = exact(left), exact(right)
     if first is not None and second is not None:
         return first == second or rounds(first, second) or rounds(second, first)
-    if symbols_in(left) != symbols_in(right):
-        return False
-    if _agree(left, right):
+    if (left == right and symbols_in(left)) or _agree(left, right):
         return True
-    if symbols_in(left):
+    if symbols_in(left) | symbols_in(right):
         return False
     if first is not None or second is not None:
         short, other = (first, right) if first is not None else (second, left)

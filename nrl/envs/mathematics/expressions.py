@@ -6,111 +6,19 @@ skipped: an answer with a part left out would be another answer. The time is lin
 """
 
 import re
-from collections.abc import Iterator
 from fractions import Fraction
-from typing import NamedTuple
 
 from nrl.envs.mathematics.nodes import Node, NoValueError, UnreadableError
+from nrl.envs.mathematics.tokens import CONSTANTS, DECORATIONS, FONTS, FUNCTIONS, GREEK, Token, tokens_of
 
 __all__ = ["parse"]
 
 
-_FUNCTIONS = {
-    **{name: name for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "exp", "log", "ln")},
-    **{name: name for name in ("arcsin", "arccos", "arctan", "max", "min", "gcd", "lcm", "floor", "ceil", "abs")},
-    "asin": "arcsin",
-    "acos": "arccos",
-    "atan": "arctan",
-    "lg": "log10",
-    "sqrt": "sqrt",
-    "cbrt": "cbrt",
-    "factorial": "factorial",
-    "binomial": "binom",
-    "binom": "binom",
-    "Abs": "abs",
-    "ceiling": "ceil",
-    "coth": "coth",
-    "arccot": "arccot",
-    "re": "re",
-    "Re": "re",
-    "Im": "im",
-}
-_CONSTANTS = {"pi": "pi", "Pi": "pi", "infty": "infinity", "infinity": "infinity", "oo": "infinity", "inf": "infinity"}
-_GREEK = frozenset(
-    [
-        "alpha",
-        "beta",
-        "gamma",
-        "delta",
-        "epsilon",
-        "varepsilon",
-        "zeta",
-        "eta",
-        "theta",
-        "vartheta",
-        "iota",
-        "kappa",
-        "lambda",
-        "mu",
-        "nu",
-        "xi",
-        "rho",
-        "sigma",
-        "tau",
-        "phi",
-        "varphi",
-        "chi",
-        "psi",
-        "omega",
-        "Gamma",
-        "Delta",
-        "Theta",
-        "Lambda",
-        "Xi",
-        "Sigma",
-        "Phi",
-        "Psi",
-        "Omega",
-        "ell",
-        "hbar",
-    ]
-)
-_DECORATIONS = frozenset(
-    [
-        "vec",
-        "hat",
-        "bar",
-        "overline",
-        "overrightarrow",
-        "mathbf",
-        "boldsymbol",
-        "bm",
-        "tilde",
-        "dot",
-        "ddot",
-        "mathbb",
-        "mathcal",
-    ]
-)
-_FONTS = frozenset(["mathrm", "mathit", "text", "textbf", "textit", "rm", "operatorname", "mathsf", "textrm", "mbox"])
 _APPLIED = frozenset("fghFGHP")  # A letter before parentheses that is a function, not a factor
-_TOKEN = re.compile(
-    r"\s+|(?P<number>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,3}(?![0-9a-zA-Z.]))?"
-    r"|\.[0-9]+)|\\(?P<command>[A-Za-z]+|.)|(?P<letters>[A-Za-z]+)|(?P<sign>\*\*|.)",
-    re.DOTALL,
-)
-_REPEATING = re.compile(
-    r"([0-9]*)\.([0-9]*)(?:\\(?:overline|bar|dot)\s*\{([0-9]+)\}|\(([0-9]{1,50})\)|([0-9])\5{2,9}\\[lc]?dots(?![a-z]))"
-)
 _ENDS = frozenset([")", "]", "}", "|", ",", "rfloor", "rceil", "+", "-", "=", "<", ">", "end"])
 _CALCULUS = re.compile(r"\\(?:i*int|oint|sum|prod|lim)(?![a-z])|\\frac ?\{ ?d ?\}")
-_CHOOSE = re.compile(r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}")
-_TIMES_TEN = re.compile(r"(?<=[0-9]) ?x ?(?=10\^)")
 _LONGEST_NUMBER = 400
 _DEEPEST = 60
-_FONT_WORDS = re.compile(
-    r"\\(?:mathrm|text|textbf|textit|mathit|operatorname|rm|mathsf|textrm|mbox) ?\{ ?([A-Za-z0-9.,]+) ?\}"
-)
 
 
 def parse(text: str) -> Node:
@@ -127,47 +35,15 @@ def parse(text: str) -> Node:
     return _Parser(text).whole()
 
 
-class _Token(NamedTuple):
-    kind: str  # "number", "command", "letters", "sign" or "end"
-    text: str
-    spaced: bool
-
-
-def _tokens(text: str) -> Iterator[_Token]:
-    spaced = False
-    for found in _TOKEN.finditer(text):
-        kind = found.lastgroup
-        if kind is None:
-            spaced = True
-            continue
-        yield _Token(kind, found[kind], spaced)
-        spaced = False
-    yield _Token("end", "end", False)
-
-
 def _number(text: str) -> Node:
     if len(text) > _LONGEST_NUMBER:
         raise UnreadableError(f"a number of {len(text)} characters")
     return Node("number", (), Fraction(text.replace(",", "")))
 
 
-def _repeating(found: re.Match[str]) -> str:
-    whole, once, period = found[1] or "0", found[2], found[3] or found[4] or found[5]
-    if len(whole + once + period) > 150:
-        raise UnreadableError("a repeating decimal that is too long")
-    below = (10 ** len(period) - 1) * 10 ** len(once)
-    return rf"\repeating{{{int(whole + once + period) - int(whole + once)}}}{{{below}}}"
-
-
 class _Parser:
     def __init__(self, text: str) -> None:
-        text = _FONT_WORDS.sub(lambda found: f" {found[1]} " if len(found[1]) > 1 else found[1], text)
-        text = _CHOOSE.sub(r"\\binom{\1}{\2}", _TIMES_TEN.sub(r"\\times ", text))
-        text = text.replace("{,}", ",").replace(r"\ ", " ").replace("~", " ")
-        text = re.sub(
-            r"\^ ?\{ ?\\(?:circ|degree) ?\}|\^ ?\\(?:circ|degree)(?![A-Za-z])|\\degree(?![A-Za-z])", r"\\deg ", text
-        )
-        self.tokens = list(_tokens(_REPEATING.sub(_repeating, text)))
+        self.tokens = tokens_of(text)
         self.at = self.depth = 0
 
     def whole(self) -> Node:
@@ -179,10 +55,10 @@ class _Parser:
         return found
 
     @property
-    def peek(self) -> _Token:
+    def peek(self) -> Token:
         return self.tokens[self.at]
 
-    def take(self) -> _Token:
+    def take(self) -> Token:
         token = self.tokens[self.at]
         self.at += token.kind != "end"
         return token
@@ -268,7 +144,10 @@ class _Parser:
                 found = Node("^", (found, self.exponent()))
             elif self.sees("!"):
                 self.take()
-                found = Node("factorial", (found,))
+                double = self.sees("!")
+                if double:
+                    self.take()
+                found = Node("double factorial" if double else "factorial", (found,))
             elif self.sees("%"):
                 self.take()
                 found = Node("%", (found,))
@@ -301,7 +180,7 @@ class _Parser:
             self.expect("}")
             return found
         if token.kind == "number" and token.text.isdigit() and len(token.text) > 1:  # \frac12
-            self.tokens[self.at] = _Token("number", token.text[1:], False)
+            self.tokens[self.at] = Token("number", token.text[1:], False)
             return _number(token.text[0])
         return self.base(single=True)
 
@@ -346,57 +225,55 @@ class _Parser:
                 if self.take().text not in ("rvert", "vert"):
                     raise UnreadableError("a bar that is not closed")
                 return Node("abs", (found,))
-        if name in _CONSTANTS:
-            return Node("constant", (), _CONSTANTS[name])
-        if name in _GREEK:
+        if name in CONSTANTS:
+            return Node("constant", (), CONSTANTS[name])
+        if name in GREEK:
             return self.named(f"\\{name}")
-        if name in _DECORATIONS | _FONTS:
+        if name in DECORATIONS | FONTS:
             token = self.peek
             if token.text != "{":
                 return self.named(f"{name} {self.take().text}")
-            self.take()
-            inner = ""
-            while not self.sees("}"):
-                if self.peek.kind == "end":
-                    raise UnreadableError("a brace that is not closed")
-                inner += self.take().text
-            self.take()
+            inner = self.braced()
             if inner.replace(".", "", 1).isdigit():
                 return _number(inner)
             if name in ("mathrm", "text") and inner in ("e", "i"):
                 return self.letters(inner)
-            if name in _FONTS or not inner.isalnum():
+            if name in FONTS or not inner.isalnum():
                 raise UnreadableError(f"\\{name}{{{inner}}}")
             return self.named(f"{name} {inner}")
-        if name in _FUNCTIONS:
-            return self.call(_FUNCTIONS[name])
+        if name in FUNCTIONS:
+            return self.call(FUNCTIONS[name])
         raise UnreadableError(f"\\{name}")
 
     def letters(self, text: str, single: bool = False) -> Node:
-        if text in _CONSTANTS:
-            return Node("constant", (), _CONSTANTS[text])
-        if text in _FUNCTIONS:
-            return self.call(_FUNCTIONS[text])
-        if text in _GREEK:
+        if text in CONSTANTS:
+            return Node("constant", (), CONSTANTS[text])
+        if text in FUNCTIONS:
+            return self.call(FUNCTIONS[text])
+        if text in GREEK:
             return self.named(f"\\{text}")
-        known = next((name for name in sorted((*_FUNCTIONS, "pi"), key=len, reverse=True) if text.endswith(name)), None)
+        known = next((name for name in sorted((*FUNCTIONS, "pi"), key=len, reverse=True) if text.endswith(name)), None)
         if known and not single and len(known) > 1 and len(text) > len(known) <= 6 and known not in ("re", "lg", "abs"):
             rest = text[: -len(known)]
             if len(rest) == 1:  # xsin(x)
                 self.at -= 1
-                self.tokens[self.at : self.at + 1] = [_Token("letters", each, False) for each in (rest, known)]
+                self.tokens[self.at : self.at + 1] = [Token("letters", each, False) for each in (rest, known)]
                 return self.letters(self.take().text)
         if len(text) > 6:
             raise UnreadableError(f"the word {text!r}")
         if len(text) > 1:  # Take the first letter only; the others follow as factors.
             self.at -= 1
-            self.tokens[self.at : self.at + 1] = [_Token("letters", each, False) for each in text]
+            self.tokens[self.at : self.at + 1] = [Token("letters", each, False) for each in text]
             self.at += 1
         letter = text[0]
         if letter in "ei" and not self.sees("_"):
             return Node("constant", (), letter)
         if letter in _APPLIED and self.sees("(") and not self.peek.spaced:
             return Node("call", self.arguments(), letter)
+        behind = self.peek
+        numbered = behind.kind == "number" and not behind.spaced and behind.text.isdigit() and len(behind.text) < 3
+        if numbered and not single and len(text) == 1:  # x1, as programs name it
+            return self.named(f"{letter}_{self.take().text}")
         return self.named(letter)
 
     def named(self, name: str) -> Node:
@@ -414,6 +291,10 @@ class _Parser:
             if token.kind not in ("number", "letters", "command"):
                 raise UnreadableError("an empty subscript")
             return token.text
+        return self.braced()
+
+    def braced(self) -> str:
+        """Return the text up to the brace that closes the next one."""
         self.take()
         inner = ""
         while not self.sees("}"):
@@ -448,6 +329,9 @@ class _Parser:
                 raise UnreadableError(f"a negative power of {name}")
             return Node(f"arc{name}", (self.argument(),))
         argument = self.argument()
+        if name == "cis":
+            turned = Node("*", (Node("constant", (), "i"), Node("sin", (argument,))))
+            return Node("+", (Node("cos", (argument,)), turned))
         if name in ("sqrt", "cbrt"):
             return self.raised(Node("root", (argument, Node("number", (), Fraction(2 + (name == "cbrt"))))), power)
         return self.raised(Node(name, (argument,)), power)
@@ -473,7 +357,7 @@ class _Parser:
             self.take()
             signs += 1
         found = self.factor()
-        while self.starts() and self.peek.text not in _FUNCTIONS and not self.sees("(", "["):
+        while self.starts() and self.peek.text not in FUNCTIONS and not self.sees("(", "["):
             found = self.beside(found)
         if self.sees("/") and found.kind in ("constant", "number", "*"):
             self.take()

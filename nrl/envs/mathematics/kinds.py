@@ -11,7 +11,10 @@ __all__ = [
     "Answer",
     "Based",
     "Choice",
+    "Congruence",
+    "Division",
     "Listing",
+    "Logic",
     "Matrix",
     "Named",
     "Piece",
@@ -27,11 +30,12 @@ __all__ = [
 
 
 class Quantity(NamedTuple):
-    """A number or an expression, its unit, and the letter in it that stands for every whole number."""
+    """A number or an expression, its unit, and the letter in it that stands for every number of a set: Z or N."""
 
     value: Node
     unit: str = ""
     integer: str = ""
+    numbers: str = ""
 
 
 class Listing(NamedTuple):
@@ -88,11 +92,15 @@ class Matrix(NamedTuple):
 
 
 class Time(NamedTuple):
-    """A time of day: minutes, seconds (-1: none are said), and whether it says a.m. or p.m."""
+    """A time of day: minutes, seconds (-1: none are said), and whether it says a.m. or p.m.
+
+    ``numbers`` are those between the colons where the text may be a ratio as well, such as ``4:10``.
+    """
 
     minutes: int
     seconds: int = -1
     half: str = ""
+    numbers: tuple[int, ...] = ()
 
 
 class Ratio(NamedTuple):
@@ -102,17 +110,42 @@ class Ratio(NamedTuple):
 
 
 class Based(NamedTuple):
-    """A number in a base: its digits, the base, and whether that is said."""
+    """A number in a base: its digits, the base, and whether Python writes it so (``0x1F``), which is a number."""
 
     digits: str
     base: int
+    literal: bool = False
 
 
 class Choice(NamedTuple):
-    """A letter that names an option; ``marked`` if it stands in parentheses or a text."""
+    """A letter that names an option; ``marked`` if it stands in parentheses or a text; and the option's text."""
 
     letter: str
     marked: bool
+    option: "Answer | None" = None
+
+
+class Congruence(NamedTuple):
+    """A residue, the modulus, and the letter of which it is said."""
+
+    residue: Node
+    modulus: Node
+    name: str = ""
+
+
+class Division(NamedTuple):
+    """A quotient and a remainder."""
+
+    quotient: Node
+    remainder: Node
+
+
+class Logic(NamedTuple):
+    """A formula of sets or of statements: its letters, and its value for each choice of theirs, as bits."""
+
+    letters: tuple[str, ...]
+    values: int
+    sets: bool
 
 
 class Words(NamedTuple):
@@ -122,7 +155,23 @@ class Words(NamedTuple):
     product: str = ""
 
 
-type Answer = Quantity | Listing | Point | Region | Relation | Named | Matrix | Time | Ratio | Based | Choice | Words
+type Answer = (
+    Quantity
+    | Listing
+    | Point
+    | Region
+    | Relation
+    | Named
+    | Matrix
+    | Time
+    | Ratio
+    | Based
+    | Choice
+    | Words
+    | Congruence
+    | Division
+    | Logic
+)
 
 
 INFINITY = Node("constant", (), "infinity")

@@ -47,6 +47,7 @@ def symbols_in(node: Node) -> set[str]:
 _FAMILIES = {
     **dict.fromkeys(("sin", "cos", "tan", "cot", "sec", "csc"), "trigonometric"),
     **dict.fromkeys(("arcsin", "arccos", "arctan", "arccot"), "inverse trigonometric"),
+    **dict.fromkeys(("arcsinh", "arccosh", "arctanh"), "logarithm"),
     **dict.fromkeys(("sinh", "cosh", "tanh", "coth"), "hyperbolic"),
     **dict.fromkeys(("log", "ln", "log10"), "logarithm"),
 }

@@ -1,14 +1,15 @@
 """Compare relations, and sets of real numbers."""
 
 import functools
+import itertools
 from typing import Any
 
 from nrl.envs.mathematics.evaluating import constant_ratio, equal_values, number_at
 from nrl.envs.mathematics.expressions import parse
-from nrl.envs.mathematics.kinds import Region, Relation
+from nrl.envs.mathematics.kinds import Piece, Region, Relation
 from nrl.envs.mathematics.nodes import Node, UnreadableError, symbols_in
 
-__all__ = ["as_relation", "equal_regions", "equal_relations"]
+__all__ = ["as_relation", "equal_regions", "equal_relations", "intersection"]
 
 
 def equal_relations(left: Relation, right: Relation) -> bool:
@@ -75,35 +76,59 @@ def equal_regions(left: Region, right: Region) -> bool:
     )
 
 
+def _order(a: Node, b: Node) -> int:
+    """Return -1, 0 or 1: whether the first number is less, equal or greater."""
+    if equal_values(a, b):
+        return 0
+    first, second = (number_at(end, 60) for end in (a, b))
+    if isinstance(first, complex) or isinstance(second, complex):
+        raise UnreadableError("an interval whose ends are no real numbers")
+    return -1 if first < second else 1
+
+
+def intersection(left: Region | None, right: Region | None) -> Region:
+    """Return the numbers that two sets have in common.
+
+    Raises:
+        UnreadableError: one of them is no set of intervals, or they have nothing in common.
+    """
+    if left is None or right is None or left.without or right.without:
+        raise UnreadableError("an intersection of what are no intervals")
+    pieces = list[Piece]()
+    for a, b in itertools.product(left.pieces, right.pieces):
+        at_low, at_high = _order(a.low, b.low), _order(a.high, b.high)
+        low, high = (b.low if at_low < 0 else a.low), (a.high if at_high < 0 else b.high)
+        closed_low = (a.closed_low or at_low < 0) and (b.closed_low or at_low > 0)
+        closed_high = (a.closed_high or at_high > 0) and (b.closed_high or at_high < 0)
+        between = _order(low, high)
+        if between < 0 or (between == 0 and closed_low and closed_high):
+            pieces.append(Piece(low, high, closed_low, closed_high))
+    if not pieces:
+        raise UnreadableError("an intersection with nothing in it")
+    return Region(tuple(pieces), name=left.name or right.name)
+
+
 def _intervals(region: Region) -> list[_Interval]:
     """Return intervals that do not touch, in their order, without the numbers that are taken out."""
 
-    def compare(a: Node, b: Node) -> int:
-        if equal_values(a, b):
-            return 0
-        first, second = (number_at(end, 60) for end in (a, b))
-        if isinstance(first, complex) or isinstance(second, complex):
-            raise UnreadableError("an interval whose ends are no real numbers")
-        return -1 if first < second else 1
-
     def start(a: _Interval, b: _Interval) -> int:
-        return compare(a[0], b[0]) or (b[2] - a[2])
+        return _order(a[0], b[0]) or (b[2] - a[2])
 
     pieces = [
         (p.low, p.high, p.closed_low and not _is_infinite(p.low), p.closed_high and not _is_infinite(p.high))
         for p in region.pieces
     ]
     for low, high, closed_low, closed_high in pieces:
-        order = compare(low, high)
+        order = _order(low, high)
         if order > 0 or (order == 0 and not (closed_low and closed_high)):
             raise UnreadableError("an interval whose ends are the wrong way round")
     joined = list[_Interval]()
     for piece in sorted(pieces, key=functools.cmp_to_key(start)):
         if joined:
             low, high, closed_low, closed_high = joined[-1]
-            order = compare(piece[0], high)
+            order = _order(piece[0], high)
             if order < 0 or (order == 0 and (closed_high or piece[2])):
-                later = compare(piece[1], high)
+                later = _order(piece[1], high)
                 if later > 0 or (later == 0 and piece[3]):
                     high, closed_high = piece[1], piece[3] if later > 0 else True
                 joined[-1] = (low, high, closed_low, closed_high)
@@ -112,7 +137,7 @@ def _intervals(region: Region) -> list[_Interval]:
     for point in region.without:
         split = list[_Interval]()
         for low, high, closed_low, closed_high in joined:
-            at_low, at_high = compare(point, low), compare(point, high)
+            at_low, at_high = _order(point, low), _order(point, high)
             if at_low < 0 or at_high > 0:
                 split.append((low, high, closed_low, closed_high))
             elif at_low == 0 or at_high == 0:

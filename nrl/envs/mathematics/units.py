@@ -19,7 +19,12 @@ _SAME = {
     "g": "g gram grams",
     "mg": "mg milligram milligrams",
     "kg": "kg kilogram kilograms kgs",
-    "lb": "lb lbs pound pounds",
+    "lb": "lb lbs",
+    "pound": "pound pounds",
+    "£": "£ GBP quid",
+    "penny": "p pence penny",
+    "¥": "¥ yen JPY yuan CNY RMB",
+    "₹": "₹ rupee rupees INR Rs",
     "oz": "oz ounce ounces",
     "s": "s sec secs second seconds",
     "min": "min mins minute minutes",
@@ -32,20 +37,26 @@ _SAME = {
     "ml": "ml mL milliliter milliliters",
     "$": "$ dollar dollars usd USD bucks",
     "cent": "cent cents ¢",
-    "euro": "€ euro euros EUR",
+    "euro": "€ euro euros EUR eur",
     "degree": "degree degrees deg °",
     "radian": "rad radian radians",
     "%": "percent pct per_cent percentage",
     "N": "N newton newtons",
     "J": "J joule joules",
     "W": "W watt watts",
+    "V": "V volt volts",
+    "A": "A ampere amperes amp amps",
+    "K": "K kelvin kelvins",
+    "Hz": "Hz hertz",
+    "Pa": "Pa pascal pascals",
+    "mol": "mol mole moles",
+    **{unit: unit for unit in ("kHz", "MHz", "kPa", "kJ", "kW", "kWh", "KB", "MB", "GB", "TB", "nm")},
     "mi/h": "mph",
     "km/h": "kph kmph",
 }
 _UNITS = {word: unit for unit, words in _SAME.items() for word in words.split()}
-_LETTERS_ALONE = frozenset(
-    ["cm", "mm", "km", "ft", "kg", "mg", "lb", "lbs", "min", "hr", "hrs", "mph", "ml", "mL", "oz", "sec"]
-)  # without a text around
+_ALONE = "cm mm km ft kg mg lb lbs min hr hrs mph ml mL oz sec yd Hz kHz MHz Pa kPa kJ kW kWh KB MB GB TB nm mol"
+_LETTERS_ALONE = frozenset(_ALONE.split())  # without a text around
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 _TEXT = r"\\(?:text|textbf|textit|textrm|mathrm|mbox|rm) ?\{[^{}]*\}"
 _POWER = r"(?:\^(?:\{-?[0-9]\}|[0-9]))?"
@@ -64,7 +75,7 @@ _DEGREES = re.compile(
     re.DOTALL,
 )
 _NO_UNITS = re.compile(
-    r"(?<![A-Za-z])(?:sqrt|cbrt|frac|sin|cos|tan|cot|sec|csc|log|exp|inf|infinity|oo|pi|mod|max|abs|factorial|or|and|plus|minus"
+    r"(?<![A-Za-z])(?:sqrt|cbrt|frac|cis|sin|cos|tan|cot|sec|csc|log|exp|inf|infinity|oo|pi|mod|max|abs|factorial|or|and|plus|minus"
     r"|alpha|beta|gamma|delta|theta|lambda|times|divided|choose|over|maybe|not|but|if)(?![A-Za-z])"
 )
 
@@ -79,11 +90,19 @@ def split_unit(text: str) -> tuple[str, str]:
         return degrees["value"], "degree" + (degrees[2] or degrees[3] or "")
     if text.endswith("¢"):
         return text[:-1], "cent"
-    if alone := re.fullmatch(r"([-0-9.,/{}]+|\\frac\{[0-9]+\}\{[0-9]+\}) ([NJWVAKLmgsh])", text):
-        return alone[1], alone[2]
-    if money := re.fullmatch(r"[$€£¥₹](.+)", text):
-        value, _ = split_unit(money[1])
-        return value, _UNITS.get(text[0], text[0])
+    if alone := re.fullmatch(r"([-0-9.,/{}]+|\\frac\{[0-9]+\}\{[0-9]+\}) ([NJWVAKLmgsh]|in)(\^\{?[23]\}?)?", text):
+        return alone[1], _UNITS.get(alone[2], alone[2]) + re.sub(r"[{}]", "", alone[3] or "")
+    if money := re.fullmatch(r"(-?)(?:(?:US|A|C|HK)?([$€£¥₹])|(USD|EUR|GBP|JPY|CNY|INR|Rs\.?) ?(?=[0-9])) ?(.+)", text):
+        amount, slash, time = money[4].partition("/")
+        rate = slash and re.fullmatch(r" ?[a-z]{1,6}", time)
+        value, unit = split_unit(amount if rate else money[4])
+        sign = _UNITS[(money[2] or money[3]).rstrip(".")]
+        scale = unit.split(" ")[0]
+        return money[1] + value, f"{scale} {sign}" if scale in _SCALES else sign + (
+            f"/{_canonical(time)}" if rate else ""
+        )
+    if money := re.fullmatch(r"(.*[0-9}]) ?([$€£₹])", text):
+        return money[1].removesuffix("\\"), _UNITS[money[2]]
     found = _BEHIND.fullmatch(text)
     if (
         found is None
@@ -120,20 +139,29 @@ def _canonical(unit: str) -> str:
 def differ(first: str, second: str) -> bool:
     """Return whether two known units are not the same; what is no known unit is no difference.
 
-    >>> differ("m", "km"), differ("m", ""), differ("ducks", "m")
-    (True, False, False)
+    >>> differ("m", "km"), differ("m", ""), differ("ducks", "m"), differ("pound", "£")
+    (True, False, False, False)
     """
 
     def known(unit: str) -> bool:
         return all(re.sub(r"\^-?[0-9]", "", part) in _SAME or part[:6] == "degree" for part in unit.split("/"))
 
+    first, second = map(_without_scale, (first, second))
+    if {first, second} in ({"pound", "lb"}, {"pound", "£"}):
+        return False  # A pound is a weight or money.
     return first != second and bool(first and second) and known(first) and known(second)
+
+
+def _without_scale(unit: str) -> str:
+    """Return the unit behind "million" and the like."""
+    scale, _, rest = unit.partition(" ")
+    return _UNITS.get(rest, rest) if scale.lower() in _SCALES else unit
 
 
 def scaled(value: Node, unit: str) -> Node:
     """Return a number times what the word behind it says: 3 million is 3,000,000."""
     word = unit.split()[0].lower() if unit else ""
-    if word in ("%", "percent"):
+    if word in ("%", "percent", "percentage"):
         return Node("%", (value,))
     if word in _SCALES:
         times = Fraction(_SCALES[word])

@@ -1,7 +1,19 @@
 """Decide whether an answer is worked out, or leaves the work to the verifier."""
 
 from nrl.envs.mathematics.evaluating import exact
-from nrl.envs.mathematics.kinds import Answer, Listing, Matrix, Named, Point, Quantity, Ratio, Region, Relation
+from nrl.envs.mathematics.kinds import (
+    Answer,
+    Choice,
+    Congruence,
+    Listing,
+    Matrix,
+    Named,
+    Point,
+    Quantity,
+    Ratio,
+    Region,
+    Relation,
+)
 from nrl.envs.mathematics.nodes import Node, functions_in, operations, symbols_in
 
 __all__ = ["is_worked", "last_side", "values_in"]
@@ -24,6 +36,10 @@ def values_in(found: Answer) -> list[Node]:
             return [cell for row in found.rows for cell in row]
         case Ratio():
             return list(found.parts)
+        case Congruence():
+            return [found.residue, found.modulus]
+        case Choice() if found.option is not None:
+            return values_in(found.option)
     return []
 
 
@@ -48,6 +64,17 @@ def is_worked(right: Answer, found: Answer) -> bool:
             return is_worked(last_side(right.value, right), found)
         case (_, Named()):
             return is_worked(right, last_side(found.value, found))
+        case (Choice(), _) if right.option is not None:
+            return is_worked(right.option, found)
+        case (_, Choice()) if found.option is not None:
+            return is_worked(right, found.option)
+        case (Congruence(), Quantity()) if not found.integer:
+            return is_worked(Quantity(right.residue), found)
+        case (Congruence(), Congruence()):
+            return _is_number_worked(right.residue, found.residue)
+        case (_, Congruence()):
+            residue, modulus = exact(found.residue), exact(found.modulus)
+            return residue is None or modulus is None or abs(residue) < modulus
         case (Quantity(), Listing()) if len(found.items) == 1:
             return is_worked(right, found.items[0])
         case (Quantity(), Quantity()):
@@ -73,8 +100,17 @@ def _is_number_worked(right: Node, found: Node) -> bool:
     if symbols_in(found):
         return False
     if _is_numeral(right):
-        return _is_numeral(found)
+        return _is_numeral(found) or _is_rounded(right, found)
     return functions_in(found) <= functions_in(right) and operations(found) <= 2 * operations(right) + 3
+
+
+def _is_rounded(right: Node, found: Node) -> bool:
+    r"""Return whether a number may be the rounding of an irrational one that is short, such as ``\sqrt{2}``."""
+    number = exact(right)
+    if number is None or number.denominator == 1:
+        return False
+    digits = next((len(str(abs(number) * 10**n)) for n in range(31) if (number * 10**n).denominator == 1), 0)
+    return digits >= 6 and exact(found) is None and functions_in(found) <= {"logarithm"} and operations(found) <= 4
 
 
 def _is_numeral(node: Node) -> bool:
