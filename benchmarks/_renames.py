@@ -37,6 +37,10 @@ class Renames:
         for section, entries in tables.items():
             if section not in SEPARATORS:
                 raise RenamesError(f"renames: there is no section [{section}]; write one of {', '.join(SEPARATORS)}")
+            if not isinstance(entries, Mapping):
+                raise RenamesError(
+                    f"renames: {section} = {entries!r} is no table; write [{section}] and entries below it"
+                )
             sources: dict[str, str] = {}
             for old, new in entries.items():
                 _check_entry(section, old, new)

@@ -544,6 +544,7 @@ def test_a_rename_cannot_hide_a_metric_behind_the_clock(tmp_path: Path) -> None:
     [
         {"metrics": {"loss": "objective", "grad_norm": "objective"}},
         {"numbers": {"loss": "objective"}},
+        {"metrics": "loss"},
         {"metrics": {"loss": "loss"}},
         {"metrics": {"loss": ""}},
         {"metrics": {"loss": 2}},
