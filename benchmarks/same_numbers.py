@@ -5,12 +5,16 @@
     python benchmarks/same_numbers.py BASE --keep ~/same    # what BASE computed is kept there, and not computed again
 
 The examples run at both commits in turns, small, on a tiny model: SFT, DPO, GRPO and PPO locally and on Ray with dp=2,
-and GRPO with vLLM on CPUs. CPUs differ, so nothing is recorded for other machines. The exit status is 1 where anything
-differs, and the table has the first difference of each run. A run that could not show one fails, too.
+GRPO with vLLM on CPUs, and SFT on Megatron with tp=2. CPUs differ, so nothing is recorded for other machines. The exit
+status is 1 where anything differs, and the table has the first difference of each run. A run that could not show one
+fails, too.
 
-What is compared: each line of each ``*.jsonl`` of a run, but what the clock says, and each tensor, exported or in a
-checkpoint. Checkpoints may lay theirs out in another way; the table says so. Environments that Ray's processes run in
-stay in the user's cache until ``nrl venvs prune``.
+What is compared: each line of each ``*.jsonl`` of a run, but what the clock says, each tensor, exported or in a
+checkpoint, and each option in config.yaml that BASE had. Checkpoints may lay theirs out in another way; the table says
+so. Environments that Ray's processes run in stay in the user's cache until ``nrl venvs prune``.
+
+Where HEAD has another name for something, ``renames.toml`` says which; the options of the examples stand here as BASE
+takes them. An entry of that table that occurs in no run of BASE fails the comparison.
 """
 
 import argparse
@@ -30,8 +34,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from safetensors.torch import load_file
 from torch import Tensor
+
+from benchmarks._renames import Renames, read_renames
 
 __all__ = ["blunt", "checkout", "compare", "main", "options", "run"]
 
@@ -46,8 +53,12 @@ PARTS = {
     "local": "cluster=local dp=2",
     "ray": "cluster=ray dp=2",
     "vllm": "cluster=ray dp=2 sampler=vllm-cpu engine.kv_cache_memory_bytes=134217728",
+    "megatron": "cluster=ray trainer=megatron layout.tp=2",
 }
-RUNS = [(part, name) for part in PARTS for name in EXAMPLES if part != "vllm" or name == "grpo"]
+ONE_EXAMPLE = {"vllm": "grpo", "megatron": "sft"}  # parts that take one example each
+RUNS = [(part, name) for part in PARTS for name in EXAMPLES if ONE_EXAMPLE.get(part, name) == name]
+RENAMES = ROOT / "benchmarks" / "renames.toml"
+NO_RENAMES = Renames({})
 CLOCK = re.compile(r"^time/|^device/|^tokens_per_second$")  # metrics that differ between runs of one commit: no others
 
 
@@ -55,7 +66,7 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line.
 
     >>> options(["main", "--only", "grpo"]).parts
-    ['local', 'ray', 'vllm']
+    ['local', 'ray', 'vllm', 'megatron']
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("base", help="a git revision")
@@ -64,12 +75,14 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--keep", type=Path, default=None, help="a folder for the runs of BASE; none: a temporary one")
+    parser.add_argument("--renames", type=Path, default=RENAMES, help="a table of names that differ; see there")
     return parser.parse_args(words)
 
 
 def main() -> None:
     """Run both sides in turns and print a row for each run."""
     args, failed = options(), False
+    renames = read_renames(args.renames)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()  # where uv can link its files from
     with ExitStack() as stack:
         temporary = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=cache)))
@@ -83,15 +96,22 @@ def main() -> None:
                 other = temporary / f"{name}-{part}"
                 if not (one / "done").exists():
                     run(base, name, words, one)
-                run(head, name, words, other)
-                numbers, tensors, result = compare(one, other)
-                if why := blunt(other):
+                run(head, name, renames.rename_words(words), other)
+                numbers, tensors, result = compare(one, other, renames)
+                if why := blunt(one):
                     result = f"shows nothing: {why}; {result}"
                 failed |= not result.startswith("same")
                 print(
                     f"| {name}, {part} | {numbers} | {tensors} | {result} | {time.monotonic() - began:.0f} |",
                     flush=True,
                 )
+    if unused := renames.list_unused():
+        failed = True
+        print(
+            f"same_numbers: {args.renames}: no run of BASE has {', '.join(unused)}; remove the entry, or compare the "
+            "--parts and --only that have it",
+            file=sys.stderr,
+        )
     sys.exit(int(failed))
 
 
@@ -123,10 +143,19 @@ def run(tree: Path, name: str, words: str, out: Path) -> None:
     (out / "done").touch()
 
 
-def compare(base: Path, head: Path) -> tuple[int, int, str]:
-    """How many numbers and tensors two runs have, and the first difference, or "same"."""
-    sides = base, head
-    numbers, exported, saved = ([read(side) for side in sides] for read in (_numbers, _exported, _saved))
+def compare(base: Path, head: Path, renames: Renames = NO_RENAMES) -> tuple[int, int, str]:
+    """Return how many numbers and tensors two runs have, and the first difference, or "same".
+
+    Raises:
+        RenamesError: where two names of BASE become one.
+    """
+    renames.rename_all("files", (str(file.relative_to(base)) for file in base.rglob("*") if file.is_file()))
+    numbers = _numbers(base, renames), _numbers(head)
+    configs = _config(base, renames), _config(head, file=renames.rename("files", "config.yaml"))
+    numbers[0].update(configs[0])
+    numbers[1].update({name: value for name, value in configs[1].items() if name in configs[0]})  # others are new
+    sides = _tensors(base, renames), _tensors(head, folder=renames.rename("files", "checkpoints"))
+    exported, saved = zip(*sides, strict=True)
     result = _first(*numbers) or _first(*exported)
     if result is None and saved[0].keys() != saved[1].keys():  # names and files of checkpoints may change, no value may
         one, other = (Counter(map(_bits, side.values())) for side in saved)
@@ -141,7 +170,7 @@ def blunt(side: Path) -> str | None:
     'there are no metrics or no exported weights'
     """
     rows = [json.loads(line) for file in side.glob("metrics.jsonl") for line in file.read_text().splitlines()]
-    if not rows or not _exported(side):
+    if not rows or not _tensors(side)[0]:
         return "there are no metrics or no exported weights"
     last = rows[-1]
     still = [key for key in last if key.endswith("grad_norm") and not (last[key] or 0) > 0]
@@ -171,15 +200,28 @@ def _first(base: Mapping[str, Any], head: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _numbers(side: Path) -> dict[str, Any]:
-    """What logs say, by file, step and key; numbers as the texts that they are written as, which are exact."""
-    found: dict[str, Any] = {}
+def _numbers(side: Path, renames: Renames = NO_RENAMES) -> dict[str, Any]:
+    """Return what logs say, by file, step and key; numbers as the texts that they are written as, which are exact."""
+    numbers: dict[str, Any] = {}
     for file in sorted(side.glob("*.jsonl")):
+        name = renames.rename("files", file.name)
+        rename = renames.rename_columns if file.name == "rollouts.jsonl" else renames.rename_metrics
         for line in file.read_text().splitlines():
             row = json.loads(line, parse_float=str, parse_int=str)
-            values = {key: value for key, value in _leaves(row) if not CLOCK.search(key)}
-            found |= {f"{file.name}, step {row['step']}, {key}": value for key, value in values.items()}
-    return found
+            pairs = zip(_leaves(row), _leaves(rename(row)), strict=True)
+            values = {key: value for (old, _), (key, value) in pairs if not CLOCK.search(old)}
+            numbers |= {f"{name}, step {row['step']}, {key}": value for key, value in values.items()}
+    return numbers
+
+
+def _config(side: Path, renames: Renames = NO_RENAMES, file: str = "config.yaml") -> dict[str, Any]:
+    """Return the options of a run, by file and dotted name, but the folder; values as the texts that they are."""
+    if not (side / file).exists():
+        return {}
+    config = yaml.load((side / file).read_text(), yaml.BaseLoader)
+    values = {name.replace("/", "."): value for name, value in _leaves(config) if name != "out"}
+    name = renames.rename("files", file)
+    return {f"{name}, {key}": value for key, value in renames.rename_options(values).items()}
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -190,17 +232,18 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield from _leaves(item, f"{name}/{key}" if name else str(key))
 
 
-def _exported(side: Path) -> dict[str, Tensor]:
-    return _tensors(side, "model/*.safetensors")
-
-
-def _saved(side: Path) -> dict[str, Tensor]:
-    return _tensors(side, "checkpoints/**/*.safetensors")
-
-
-def _tensors(side: Path, pattern: str) -> dict[str, Tensor]:
-    files = sorted(side.glob(pattern))
-    return {f"{file.relative_to(side)}, {name}": tensor for file in files for name, tensor in load_file(file).items()}
+def _tensors(
+    side: Path, renames: Renames = NO_RENAMES, folder: str = "checkpoints"
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return tensors by file and name: those that were exported, and those in the folder of checkpoints."""
+    exported: dict[str, Tensor] = {}
+    saved: dict[str, Tensor] = {}
+    for file in sorted(side.rglob("*.safetensors")):
+        path = file.relative_to(side)
+        tensors = saved if path.is_relative_to(folder) else exported
+        name = renames.rename("files", str(path))
+        tensors |= {f"{name}, {key}": tensor for key, tensor in load_file(file).items()}
+    return exported, saved
 
 
 def _bits(tensor: Tensor) -> tuple[torch.dtype, torch.Size, bytes]:

@@ -36,6 +36,7 @@ from benchmarks import (
 from benchmarks._figure import curves
 from benchmarks._machine import resident, shares, watched
 from benchmarks._paired import Clock, Worker, disagreement, lengths_of, pair, percentile, ratios, spread, table
+from benchmarks._renames import Renames, RenamesError, read_renames
 from nrl.runtime import Cluster
 
 ROOT = Path(__file__).parents[1]
@@ -466,6 +467,136 @@ def test_numbers_of_two_commits_are_the_same_by_the_bit(tmp_path: Path, change: 
     numbers, tensors, found = same_numbers.compare(base.write(), head.write())
     assert (numbers, tensors) == (13, 4)
     assert found == result if result == "same" else found.startswith(result)
+
+
+class Renamed(Recorded):
+    """A run of a commit that has other names."""
+
+    def write(self) -> Path:
+        self.last = {{"loss": "objective"}.get(name, name): value for name, value in self.last.items()}
+        for row in self.sampled["rows"]:
+            row["score"] = row.pop("reward")
+        self.file = self.file.replace("checkpoints", "saved")
+        super().write()
+        (self.folder / "rollouts.jsonl").rename(self.folder / "samples.jsonl")
+        first, last = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
+        first["objective"] = first.pop("loss", 1.0)
+        (self.folder / "metrics.jsonl").write_text(f"{json.dumps(first)}\n{json.dumps(last)}\n")
+        return self.folder
+
+
+NAMES = {
+    "metrics": {"loss": "objective"},
+    "columns": {"reward": "score"},
+    "files": {"checkpoints": "saved", "rollouts.jsonl": "samples.jsonl"},
+}
+
+
+def with_config(folder: Path, **values: Any) -> Path:
+    (folder / "config.yaml").write_text(json.dumps({"out": str(folder)} | values))
+    return folder
+
+
+def test_names_that_the_table_renames_compare_equal(tmp_path: Path) -> None:
+    base, head = Recorded(tmp_path / "base").write(), Renamed(tmp_path / "head").write()
+    assert same_numbers.compare(base, head)[-1] == "metrics.jsonl, step 0, loss: only in BASE"
+    renames = Renames(NAMES)
+    assert same_numbers.compare(base, head, renames) == (13, 4, "same")
+    assert renames.list_unused() == []
+
+
+@pytest.mark.parametrize(
+    ("change", "result"),
+    [
+        (lambda run: run.last.update(loss=0.25), "metrics.jsonl, step 1, objective: 0.5 -> 0.25"),
+        (lambda run: run.sampled["rows"][0].update(reward=2.0), "samples.jsonl, step 1, rows/0/score: 1.0 -> 2.0"),
+        (lambda run: run.saved["optimizer.a.exp_avg"][1].add_(1), "saved/train/2/policy/1.safetensors, optimizer.a"),
+    ],
+)
+def test_a_value_that_changes_is_seen_under_its_new_name(tmp_path: Path, change: Any, result: str) -> None:
+    base, head = Recorded(tmp_path / "base"), Renamed(tmp_path / "head")
+    change(head)
+    assert same_numbers.compare(base.write(), head.write(), Renames(NAMES))[-1].startswith(result)
+
+
+def test_options_are_compared_by_their_new_names(tmp_path: Path) -> None:
+    base, head = (Recorded(tmp_path / side).write() for side in ("base", "head"))
+    with_config(base, lag=1, inflight="wait", layout={"dp": 2})
+    with_config(head, max_staleness=1, in_flight="drain", layout={"dp": 2}, added=3)
+    entries = {"lag": "max_staleness", "inflight=wait": "in_flight=drain"}
+    assert same_numbers.compare(base, head, Renames({"options": entries}))[-1] == "same"
+    with_config(head, max_staleness=2, in_flight="drain", layout={"dp": 2})
+    renames = Renames({"options": entries | {"layout.tp": "layout.tensor", "layout.dp": "layout.data"}})
+    assert same_numbers.compare(base, head, renames)[-1] == "config.yaml, max_staleness: 1 -> 2"
+    assert renames.list_unused() == ["[options] 'layout.tp'"]
+    assert renames.rename_words("steps=3 layout.tp=1") == "steps=3 layout.tensor=1"
+    assert renames.list_unused() == []
+
+
+def test_a_rename_cannot_hide_a_metric_behind_the_clock(tmp_path: Path) -> None:
+    base, head = (Recorded(tmp_path / side).write() for side in ("base", "head"))
+    renames = Renames({"metrics": {"loss": "time/loss"}})
+    assert same_numbers.compare(base, head, renames)[-1] == "metrics.jsonl, step 0, time/loss: only in BASE"
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"metrics": {"loss": "objective", "grad_norm": "objective"}},
+        {"numbers": {"loss": "objective"}},
+        {"metrics": "loss"},
+        {"metrics": {"loss": "loss"}},
+        {"metrics": {"loss": ""}},
+        {"metrics": {"loss": 2}},
+        {"options": {"dp=2": "dp=1"}},
+        {"options": {"dp=2": "dp"}},
+        {"options": {"checkpointing=false": "checkpointing=true"}},
+    ],
+)
+def test_tables_that_change_more_than_names_are_refused(tables: Any) -> None:
+    with pytest.raises(RenamesError):
+        Renames(tables)
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"metrics": {"loss": "grad_norm"}},
+        {"columns": {"reward": "prompt"}},
+        {"files": {"rollouts.jsonl": "metrics.jsonl"}},
+        {"options": {"lag": "steps"}},
+        {"options": {"lag=none": "steps=none"}},
+    ],
+)
+def test_two_names_of_a_run_that_become_one_are_refused(tmp_path: Path, tables: Any) -> None:
+    folders = [with_config(Recorded(tmp_path / side).write(), lag="none", steps=1) for side in ("base", "head")]
+    with pytest.raises(RenamesError):
+        same_numbers.compare(*folders, Renames(tables))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_commit_has_its_own_numbers_and_an_unused_entry_fails(tmp_path: Path) -> None:
+    table = tmp_path / "renames.toml"
+    table.write_text('[metrics]\nlag = "staleness"\n')
+    command = [sys.executable, "benchmarks/same_numbers.py", "HEAD", "HEAD", "--parts", "local", "--only", "sft"]
+    command += ["--steps", "2", "--renames", str(table)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 1, done.stderr
+    assert "| sft, local |" in done.stdout
+    assert "| same |" in done.stdout
+    assert "no run of BASE has [metrics] 'lag'" in done.stderr
+
+
+def test_an_exchange_of_two_names_is_no_collision() -> None:
+    renames = Renames({"metrics": {"kl": "kl/max", "kl/max": "kl"}})
+    assert renames.rename_metrics({"kl": 1, "kl/max": 2, "kl/min": 3}) == {"kl/max": 1, "kl": 2, "kl/max/min": 3}
+
+
+def test_unused_entries_of_a_table_are_listed(tmp_path: Path) -> None:
+    read_renames(ROOT / "benchmarks" / "renames.toml")
+    (tmp_path / "renames.toml").write_text('[metrics]\nlag = "staleness"\n')
+    assert read_renames(tmp_path / "renames.toml").list_unused() == ["[metrics] 'lag'"]
 
 
 @pytest.mark.parametrize(
