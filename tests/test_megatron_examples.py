@@ -33,11 +33,11 @@ def test_grpo_learns_to_add_in_a_pipeline(on_ray: Cluster, tmp_path: Path) -> No
 @pytest.mark.megatron
 def test_grpo_has_the_gradients_of_fsdp(on_ray: Cluster, tmp_path: Path) -> None:
     """With tensors split; rows have the model's pad token, whose input embedding neither engine trains."""
-    cfg = attrs.evolve(grpo.Config(), cluster="ray", steps=3, warmup=12, prompts=8, eval_data=None)
+    cfg = attrs.evolve(grpo.Config(), cluster="ray", steps=3, eval_data=None)
     grpo.main(attrs.evolve(cfg, out=str(tmp_path / "fsdp")))
     grpo.main(attrs.evolve(cfg, out=str(tmp_path / "run"), trainer="megatron", layout=Layout(tp=2)))
     expected, found = lines(tmp_path / "fsdp" / "metrics.jsonl"), lines(tmp_path / "run" / "metrics.jsonl")
-    assert len(found) == 3
+    assert [each["grad_norm"] > 0.1 for each in found] == [True] * 3
     assert [each["reward"] for each in found] == [each["reward"] for each in expected]
     assert [each["loss"] for each in found] == pytest.approx([each["loss"] for each in expected], abs=1e-6)
     assert [each["grad_norm"] for each in found] == pytest.approx([each["grad_norm"] for each in expected], rel=1e-4)

@@ -216,16 +216,16 @@ def lab(colour: str) -> Array:
 
 def colours_of_phases(page: Page) -> list[dict[str, str]]:
     """For each chart of times, the colour of each phase, which is the same in the chart and in its legend."""
-    found = []
-    for figure in page.locator('figure:has(b[title="time, s"])').all():
-        labels = figure.locator("small:has(.key)").all_inner_texts()
-        keys = [background(key) for key in figure.locator(".key").all()]
-        areas = [
-            str(area.evaluate("each => getComputedStyle(each).fill")) for area in figure.locator("svg > path").all()
-        ]
-        assert [area for area in areas if area in keys] == keys
-        found.append(dict(zip(labels, keys, strict=True)))
-    return found
+    charts_of_times = page.locator("figure:has(.key)").evaluate_all(
+        """figures => figures.map(figure => {
+          const styles = selector => [...figure.querySelectorAll(selector)].map(each => getComputedStyle(each));
+          const labels = [...figure.querySelectorAll("small:has(.key)")].map(each => each.textContent);
+          const areas = styles("path[class^=area]").map(style => style.fill);
+          return [labels, styles(".key").map(style => style.backgroundColor), areas];
+        })"""
+    )
+    assert all(len(labels) == len(keys) and keys == areas for labels, keys, areas in charts_of_times)
+    return [dict(zip(labels, keys, strict=True)) for labels, keys, _ in charts_of_times]
 
 
 def test_a_phase_has_one_colour_in_all_charts(out: Path, opened: Opened) -> None:
