@@ -52,8 +52,10 @@ def test_reasoning_earns_nothing_and_the_model_learns_to_answer() -> None:
         for ids, mask, reward, ended in zip(
             batch["input_ids"], batch["loss_mask"], batch["rewards"], batch["reasoning_ended"], strict=True
         ):
-            _, closed, answer = tokenizer.decode(ids[mask]).rpartition("</think>")
-            assert bool(ended) == (bool(closed) and "<think>" not in answer)
+            _, closed, answer = tokenizer.decode(ids[mask]).partition("</think>")  # the prompt opened the reasoning
+            while "<think>" in answer:
+                _, closed, answer = answer.partition("<think>")[2].partition("</think>")
+            assert bool(ended) == bool(closed)
             assert reward == float(bool(ended) and any(map(str.isdigit, answer)))
     first, last = (finalize(nrl.summary(batch)) for batch in (seen[0], seen[-1]))
     assert first["unfinished_reasoning"] > 0.3
