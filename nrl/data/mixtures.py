@@ -110,19 +110,19 @@ def mixture(streams: Mapping[str, float | tuple[Stream[Task], float]], *, seed: 
         for reason, count in getattr(part, "dropped", {}).items():
             dropped[reason] = dropped.get(reason, 0) + count
 
-    def checked_parts(check: TaskCheck) -> Tasks:
+    def mixture_with_check(check: TaskCheck) -> Tasks:
         usable = []
         for number, part in enumerate(parts):
-            own = getattr(part, "checked", None)
+            own = getattr(part, "with_check", None)
             usable.append(part if own is None else own(lambda task, number=number: check({**task, "source": number})))
         if all(part is other for part, other in zip(parts, usable, strict=True)):
             return mixed
         shares = [value[1] if isinstance(value, tuple) else value for value in streams.values()]
         pairs = zip(usable, shares, strict=True)
-        return mixture(dict(zip(names, pairs, strict=True)), seed=seed)._replace(checked=None)
+        return mixture(dict(zip(names, pairs, strict=True)), seed=seed)._replace(with_check=None)
 
     verbs = whole(draws._replace(take=take, state=state, restore=restore))[:3]
-    mixed = Tasks(*verbs, names, None, dropped, sizes, checked_parts)
+    mixed = Tasks(*verbs, names, None, dropped, sizes, mixture_with_check)
     return mixed
 
 

@@ -50,7 +50,7 @@ class Tasks(NamedTuple):
         size: tasks in an epoch; None: there are no epochs.
         dropped: rows of the sources that are left out, by reason: ``"format"``, ``"max_tokens"``, ``"check"``.
         sizes: of a mixture, the tasks in an epoch of each source, by its number; None: that source has no end.
-        checked: from a check to a stream without the tasks to which no answer can be right; itself where there are
+        with_check: from a check to a stream without the tasks to which no answer can be right; itself where there are
             none. None: a check was made already. `nrl.rollouts` asks for that of its environment.
 
     >>> tasks([{"prompt": "a"}, {"prompt": "b"}]).size
@@ -64,7 +64,7 @@ class Tasks(NamedTuple):
     size: int | None
     dropped: Mapping[str, int]
     sizes: tuple[int | None, ...] = ()
-    checked: "Callable[[TaskCheck], Tasks] | None" = None
+    with_check: "Callable[[TaskCheck], Tasks] | None" = None
 
 
 @checked("data.tasks")
@@ -153,16 +153,16 @@ def tasks(
 
         fingerprint = None if all_rows is None else fingerprint_of(all_rows)
 
-        def checked_stream(check: TaskCheck | None) -> Tasks:
+        def generated_with_check(check: TaskCheck | None) -> Tasks:
             faulty: dict[str, int] = {} if check is None else {"check": 0}
             take = generated if check is None else _without_faults(generated, check, name, faulty)
             usable = size
             if check is not None and all_rows is not None:
                 usable = len(all_rows) - len(faults_of(check, all_rows))
             verbs = _with_fingerprint(derived(numbers, take), name, fingerprint)
-            return Tasks(*verbs, (name,), usable, faulty, checked=None if check else checked_stream)
+            return Tasks(*verbs, (name,), usable, faulty, with_check=None if check else generated_with_check)
 
-        return checked_stream(check)
+        return generated_with_check(check)
     if isinstance(source, str) and ":" not in source and not exists(Path(source)) and not is_glob(source):
         raise DataError(
             f"tasks: '{shown(source, 300)}' is neither a file (looked in {Path.cwd()}) nor one of the generated "
@@ -220,12 +220,12 @@ def tasks(
     def tasks_at(index: int) -> tuple[list[Task], str]:
         return made(table.rows[index], table.place(index), table.filled(index)), table.place(index)
 
-    def checked_stream(check: TaskCheck) -> Tasks:
+    def stream_with_check(check: TaskCheck) -> Tasks:
         usable = array("q", kept)
         faults = _leave_out(usable, check, table.name, tasks_at)
         return stream(usable, {**dropped, "check": faults}) if faults else unchecked
 
-    def stream(usable: "array[int]", dropped: dict[str, int], checked: Any = None) -> Tasks:
+    def stream(usable: "array[int]", dropped: dict[str, int], with_check: Any = None) -> Tasks:
         which = np.frombuffer(usable, dtype=np.int64).reshape(-1, 2)
 
         @lru_cache(maxsize=2)
@@ -239,14 +239,14 @@ def tasks(
 
         fingerprint = row_hash.fingerprint._replace(tasks=len(which))
         verbs = _with_fingerprint(counting(at, name="data.tasks"), table.name, fingerprint)
-        return Tasks(*verbs, (table.name,), len(which), dropped, checked=checked)
+        return Tasks(*verbs, (table.name,), len(which), dropped, with_check=with_check)
 
     dropped = {"format": unused} if format is not None else {}
     dropped |= {"max_tokens": long} if max_tokens is not None else {}
-    unchecked = stream(kept, dropped, checked_stream)
+    unchecked = stream(kept, dropped, stream_with_check)
     if check is None:
         return unchecked
-    found = checked_stream(check)
+    found = stream_with_check(check)
     return found if found is not unchecked else stream(kept, {**dropped, "check": 0})
 
 

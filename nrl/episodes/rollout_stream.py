@@ -82,10 +82,10 @@ def rollouts(
 
 def _with_right_answers(tasks: Stream[Task], env: Env) -> Stream[Task]:
     """Leave out tasks to which no answer can be right, as `nrl.data.tasks` does with ``check=``."""
-    check, checked = task_check(env), getattr(tasks, "checked", None)
-    if check is None or checked is None:
+    check, with_check = task_check(env), getattr(tasks, "with_check", None)
+    if check is None or with_check is None:
         return tasks
-    usable = cast(Stream[Task], checked(check))
+    usable = cast(Stream[Task], with_check(check))
     if usable is not tasks and "cursor" in (state := tasks.state()):
         usable.restore({"cursor": state["cursor"]})
     return usable
