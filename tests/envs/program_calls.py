@@ -413,7 +413,8 @@ TESTS = [
 ]
 
 OTHER_PROGRAM = """
-import contextlib, dataclasses, collections, asyncio, json, decimal, queue, functools, logging, warnings, itertools, time
+import contextlib, dataclasses, collections, asyncio, json, decimal
+import queue, functools, logging, warnings, itertools, time
 class DiskError(OSError): pass
 class Many(ExceptionGroup): pass
 class Nested:
