@@ -161,8 +161,8 @@ def serve() -> None:
     peer = Peer(lines, out, operations={"step": loop.step, "result": loop.result, "cancel": loop.cancel})
     source = json.loads(lines.readline())
     namespace: dict[str, Any] = {"__name__": "program"}  # its own demonstration, if it has one, is not asked for
-    sys.stdin = stdin = _Input(peer)  # type: ignore[assignment]
-    builtins.input = stdin.asked  # type: ignore[assignment]
+    sys.stdin = stdin = _Input(peer)
+    builtins.input = stdin.asked
     module = ModuleType("program")  # where dataclasses look for names
     module.__dict__.update(namespace | _preamble(source))
     sys.modules["program"], namespace = module, module.__dict__
@@ -250,7 +250,7 @@ class _Named:
         self._call = lambda *args, **kwargs: link.ask("call", ["name", name], *args, **kwargs)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
+        return self._call(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 class _Names(dict[str, Any]):
