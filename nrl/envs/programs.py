@@ -77,10 +77,10 @@ def code(
 
     A program that takes too long, ends early or crashes fails that test, and so does one whose answer to a call, with
     the arguments, has more than 16 MiB as JSON (``limits.output``, where that is more). This never makes the row
-    invalid. A test that no program can pass does: one with a mistake, one that imports what the sandbox does not have or
-    needs the program's own process (`docs/sandbox.md`), and, where the task has a ``"solution"`` or, as in HumanEval, a
-    ``"canonical_solution"`` that continues its prompt, one that this does not pass. ``check_task`` finds it before the
-    run.
+    invalid. A test that no program can pass does: one with a mistake, one that imports what the sandbox does not have
+    or needs the program's own process (`docs/sandbox.md`), and, where the task has a ``"solution"`` or, as in
+    HumanEval, a ``"canonical_solution"`` that continues its prompt, one that this does not pass. ``check_task`` finds
+    it before the run.
 
     Args:
         sandbox: runs programs and tests; None: `nrl.envs.bubblewrap`.

@@ -1,6 +1,6 @@
 """A program and tests of it that use what it defines in all the ways of Python; each holds within one process."""
 
-__all__ = ["PROGRAM", "TESTS"]
+__all__ = ["MORE_TESTS", "OTHER_PROGRAM", "PROGRAM", "TESTS"]
 
 PROGRAM = '''
 import asyncio, collections, contextlib, dataclasses, enum, functools, sys, abc, typing, threading
@@ -54,7 +54,9 @@ def opened(x):
 log = []
 class Timer:
     def __enter__(self): self.on = True; return self
-    def __exit__(self, kind, error, trace): self.on = False; self.kind = kind.__name__ if kind else None; return kind is ValueError
+    def __exit__(self, kind, error, trace):
+        self.on = False; self.kind = kind.__name__ if kind else None
+        return kind is ValueError
 async def f(x):
     await asyncio.sleep(0); return x + 1
 async def afails(): raise MyError("async")
@@ -408,4 +410,253 @@ TESTS = [
     "import json\nassert json.dumps(pair()) == '[1, [2]]' and json.dumps(counts('a')) == '{\"a\": 1}'",
     "match point():\n    case (x, y): assert x == 3\n    case _: assert False",
     "match item():\n    case Item(name=n): assert n == 'a'\n    case _: assert False",
+]
+
+OTHER_PROGRAM = """
+import contextlib, dataclasses, collections, asyncio, json, decimal
+import queue, functools, logging, warnings, itertools, time
+class DiskError(OSError): pass
+class Many(ExceptionGroup): pass
+class Nested:
+    class Inner(Exception): pass
+    def go(self): raise Nested.Inner("x")
+@dataclasses.dataclass
+class Bad(Exception):
+    code: int
+def disk(): raise DiskError(2, "no")
+def osx(): raise FileNotFoundError(2, "gone", "f.txt")
+def js(): return json.loads("{")
+def dec(): raise decimal.InvalidOperation("x")
+def q(): queue.Queue().get_nowait()
+def bad(): raise Bad(5)
+def many(): raise ExceptionGroup("g", [ValueError("a"), KeyError("b")])
+def custom_base(): raise type("Dyn", (ValueError,), {})("dyn")
+class Ctx(contextlib.AbstractContextManager):
+    def __exit__(self, *a): return None
+def warn(): warnings.warn("old", DeprecationWarning); return 1
+def logs(): logging.getLogger("x").warning("careful")
+@contextlib.asynccontextmanager
+async def opened():
+    yield 7
+async def slow(): await asyncio.sleep(10)
+class Ait:
+    def __init__(self): self.n = 0
+    def __aiter__(self): return self
+    async def __anext__(self):
+        self.n += 1
+        if self.n > 2: raise StopAsyncIteration
+        return self.n
+class Aw:
+    def __await__(self):
+        yield from asyncio.sleep(0).__await__()
+        return 9
+@dataclasses.dataclass
+class Tree:
+    v: int
+    kids: list = dataclasses.field(default_factory=list)
+def tree(): return Tree(1, [Tree(2)])
+class LRU:
+    def __init__(self, n): self.d = collections.OrderedDict(); self.n = n
+    def get(self, k): return self.d.get(k, -1)
+    def put(self, k, v): self.d[k] = v
+class Matrix:
+    def __init__(self, rows): self.rows = rows
+    def __matmul__(self, o): return Matrix([[sum(a*b for a, b in zip(r, c)) for c in zip(*o.rows)] for r in self.rows])
+    def __eq__(self, o): return self.rows == o.rows
+    def __getitem__(self, ij): return self.rows[ij[0]][ij[1]]
+    def __setitem__(self, ij, v): self.rows[ij[0]][ij[1]] = v
+    def __iter__(self): return iter(self.rows)
+    def __call__(self, x): return x
+class Meta:
+    x = property(lambda self: 3)
+    @functools.cached_property
+    def y(self): return 4
+    def __format__(self, s): return "F" + s
+    def __round__(self, n=None): return 5
+    def __reversed__(self): return iter([2, 1])
+    def __int__(self): return 7
+    def __index__(self): return 2
+    def __bytes__(self): return b"m"
+    def __complex__(self): return 1j
+def swap(p): return p._replace(left=2)
+def nodes():
+    a = Tree(1); a.kids.append(a); return a
+def visit(t): return [t.v] + [x for k in t.kids for x in visit(k)]
+def run_all(fs): return [f() for f in fs]
+def each(xs, f):
+    for x in xs: f(x)
+def kwonly(**kw): return kw
+def star(*a): return a
+def compose(*fs): return lambda x: functools.reduce(lambda v, f: f(v), fs, x)
+def echo(x): return x
+def printer(n):
+    for i in range(n): print(i, end=" ")
+    print()
+def greet():
+    name = input("Name: ")
+    print(f"Hi {name}")
+def prints_err(): import sys; sys.stderr.write("E")
+def mk(): return Matrix([[1]])
+class Node:
+    def __init__(self, val, left=None, right=None): self.val, self.left, self.right = val, left, right
+def depth(n): return 0 if n is None else 1 + max(depth(n.left), depth(n.right))
+class Base:
+    def __init_subclass__(cls): pass
+    def name(self): return type(self).__name__
+class Kid(Base): pass
+CONST = {"a": [1]}
+def nested_gen(): return [iter([1]), (x for x in [2])]
+def cmp(a, b): return a is b
+"""
+
+MORE_TESTS = [
+    "try: disk()\nexcept DiskError as e: assert e.errno == 2",
+    "try: disk()\nexcept OSError: pass",
+    "try: osx()\nexcept FileNotFoundError as e: assert e.errno == 2 and e.filename == 'f.txt'",
+    "import json\ntry: js()\nexcept json.JSONDecodeError: pass",
+    "try: js()\nexcept ValueError: pass",
+    "import decimal\ntry: dec()\nexcept decimal.InvalidOperation: pass",
+    "import queue\ntry: q()\nexcept queue.Empty: pass",
+    "try: bad()\nexcept Bad as e: assert e.code == 5",
+    "try: many()\nexcept* ValueError as g: assert len(g.exceptions) == 1\nexcept* KeyError: pass",
+    "try: custom_base()\nexcept ValueError as e: assert str(e) == 'dyn' and type(e).__name__ == 'Dyn'",
+    "try: Nested().go()\nexcept Nested.Inner as e: assert str(e) == 'x'",
+    "import contextlib\nwith contextlib.suppress(DiskError): disk()",
+    (
+        "import unittest\n"
+        "class T(unittest.TestCase):\n"
+        "    def test(self):\n"
+        "        with self.assertRaises(Bad) as c: bad()\n"
+        "        self.assertEqual(c.exception.code, 5)\n"
+        "        self.assertRaises((DiskError, Bad), bad)"
+    ),
+    "import traceback\ntry: bad()\nexcept Exception as e: assert 'Bad' in traceback.format_exc() and 'Bad' in repr(e)",
+    "with Ctx() as c: assert c is not None",
+    "import asyncio\nasync def m():\n    async with opened() as x: return x\nassert asyncio.run(m()) == 7",
+    (
+        "import asyncio\n"
+        "async def m():\n"
+        "    try: await asyncio.wait_for(slow(), 0.05)\n"
+        "    except asyncio.TimeoutError: return 1\n"
+        "assert asyncio.run(m()) == 1"
+    ),
+    "import asyncio\nasync def m(): return [x async for x in Ait()]\nassert asyncio.run(m()) == [1, 2]",
+    "import asyncio\nasync def m(): return await Aw()\nassert asyncio.run(m()) == 9",
+    (
+        "import asyncio\n"
+        "async def m():\n"
+        "    t = asyncio.create_task(slow())\n"
+        "    await asyncio.sleep(0.01)\n"
+        "    t.cancel()\n"
+        "    try: await t\n"
+        "    except asyncio.CancelledError: return 1\n"
+        "assert asyncio.run(m()) == 1"
+    ),
+    (
+        "import asyncio\n"
+        "async def m():\n"
+        "    async with asyncio.TaskGroup() as g: t = g.create_task(m2())\n"
+        "    return t.result()\n"
+        "async def m2(): return await Aw()\n"
+        "assert asyncio.run(m()) == 9"
+    ),
+    "import dataclasses as d\nassert d.asdict(tree()) == {'v': 1, 'kids': [{'v': 2, 'kids': []}]}",
+    (
+        "assert tree() == Tree(1, [Tree(2)]) and tree().kids[0].v == 2 and str(tree()) == 'Tree(v=1, "
+        "kids=[Tree(v=2, kids=[])])'"
+    ),
+    "t = tree()\nt.kids.append(Tree(3))\nassert len(t.kids) == 1 or len(t.kids) == 2",
+    "c = LRU(2)\nc.put(1, 1)\nassert c.get(1) == 1 and c.get(2) == -1",
+    (
+        "a = Matrix([[1, 2], [3, 4]])\n"
+        "assert a @ a == Matrix([[7, 10], [15, 22]]) and a[0, 1] == 2 and [r for r in a] == [[1, 2], "
+        "[3, 4]] and a(5) == 5\n"
+        "a[0, 0] = 9\n"
+        "assert a[0, 0] == 9"
+    ),
+    (
+        "m = Meta()\n"
+        "assert m.x == 3 and m.y == 4 and f'{m:z}' == 'Fz' and round(m) == 5 and list(reversed(m)) == "
+        "[2, 1] and int(m) == 7 and [0, 1, 2][m] == 2 and bytes(m) == b'm' and complex(m) == 1j and m.y "
+        "== 4"
+    ),
+    (
+        "from collections import namedtuple\n"
+        "P = namedtuple('P', 'left right')\n"
+        "assert swap(P(1, 3)).left == 2 and swap(P(1, 3)) == (2, 3)"
+    ),
+    "n = nodes()\nassert n.kids[0] is n and n.kids[0].kids[0].v == 1",
+    "assert visit(Tree(1, [Tree(2), Tree(3)])) == [1, 2, 3]",
+    "assert run_all([lambda: 1, lambda: echo(2)]) == [1, 2]",
+    "out = []\neach([1, 2], out.append)\nassert out == [1, 2]",
+    "out = []\neach([1, 2], lambda x: out.append(echo(x) + 1))\nassert out == [2, 3]",
+    (
+        "assert kwonly(a=1, target=2, self=3, operation=4) == {'a': 1, 'target': 2, 'self': 3, "
+        "'operation': 4} and star(1, *[2]) == (1, 2)"
+    ),
+    "assert compose(lambda x: x + 1, str, len)(99) == 3",
+    (
+        "import io\n"
+        "from contextlib import redirect_stdout\n"
+        "with io.StringIO() as b, redirect_stdout(b):\n"
+        "    printer(3)\n"
+        "    assert b.getvalue() == '0 1 2 \\n'"
+    ),
+    (
+        "import io, sys\n"
+        "from unittest.mock import patch\n"
+        "@patch('builtins.input', return_value='Ann')\n"
+        "@patch('sys.stdout', new_callable=io.StringIO)\n"
+        "def test_greet(out, inp):\n"
+        "    greet()\n"
+        "    assert out.getvalue() == 'Hi Ann\\n'\n"
+        "test_greet()"
+    ),
+    (
+        "import io\n"
+        "from contextlib import redirect_stderr\n"
+        "e = io.StringIO()\n"
+        "with redirect_stderr(e): prints_err()\n"
+        "assert e.getvalue() == 'E'"
+    ),
+    (
+        "import io, contextlib\n"
+        "def capture(fn, *a):\n"
+        "    s = io.StringIO()\n"
+        "    with contextlib.redirect_stdout(s): fn(*a)\n"
+        "    return s.getvalue()\n"
+        "assert capture(printer, 2) == '0 1 \\n' and capture(printer, 1) == '0 \\n'"
+    ),
+    "assert mk() == Matrix([[1]]) and mk()[0, 0] == 1",
+    "assert depth(Node(1, Node(2), Node(3, Node(4)))) == 3",
+    (
+        "class Node:\n"
+        "    def __init__(self, val, left=None, right=None): self.val, self.left, self.right = val, "
+        "left, right\n"
+        "assert depth(Node(1, Node(2))) == 2"
+    ),
+    "assert Kid().name() == 'Kid' and Kid.__mro__[1] is Base and Kid.__name__ == 'Kid' and Kid.__bases__ == (Base,)",
+    "assert CONST == {'a': [1]} and CONST['a'][0] == 1",
+    "a, b = nested_gen()\nassert list(a) == [1] and next(b) == 2",
+    "assert echo(Tree(1)).v == 1 and echo([Tree(1)])[0].v == 1 and echo({'t': Tree(1)})['t'].v == 1",
+    "from fractions import Fraction as F\nassert echo([F(1, 2), {'x': (1, b'a')}]) == [F(1, 2), {'x': (1, b'a')}]",
+    (
+        "import unittest\n"
+        "class T(unittest.TestCase):\n"
+        "    def setUp(self): self.t = Tree(1)\n"
+        "    def test(self):\n"
+        "        self.assertEqual(self.t.v, 1)\n"
+        "        self.assertIsInstance(self.t, Tree)\n"
+        "        self.assertIs(echo(self.t), self.t)\n"
+        "        self.assertTrue(hasattr(self.t, 'kids'))\n"
+        "        self.assertListEqual(visit(self.t), [1])\n"
+        "        self.assertDictEqual(kwonly(a=1), {'a': 1})\n"
+        "        self.assertAlmostEqual(echo(0.1), 0.1)\n"
+        "        self.assertIsNone(each([], print))\n"
+        "if __name__ == '__main__':\n"
+        "    unittest.main()"
+    ),
+    "import sys\nassert sys.stdin is not None and echo(1) == 1",
+    "import time\nt = time.perf_counter()\necho(1)\nassert time.perf_counter() - t < 5",
+    "import random\nrandom.seed(1)\nxs = [random.random() for _ in range(3)]\nassert echo(xs) == xs",
 ]

@@ -12,7 +12,7 @@ from nrl.envs import Trace, code
 from nrl.envs.program_tests import fault_of_reach, solutions_of
 from nrl.envs.sandbox import Limits
 from nrl.errors import EnvError
-from tests.envs.program_calls import PROGRAM, TESTS
+from tests.envs.program_calls import MORE_TESTS, OTHER_PROGRAM, PROGRAM, TESTS
 
 LIMITS = Limits(seconds=60.0, cpu_seconds=60.0)
 verify: Any = code(limits=LIMITS)
@@ -56,17 +56,19 @@ def passed(program: str, tests: list[Any]) -> list[bool]:
     return results
 
 
-def test_tests_mean_what_they_mean_within_one_process() -> None:
-    results = passed(PROGRAM, TESTS)
-    assert [test for test, result in zip(TESTS, results, strict=True) if not result] == []
+@pytest.mark.parametrize(("program", "tests"), [(PROGRAM, TESTS), (OTHER_PROGRAM, MORE_TESTS)], ids=["one", "other"])
+def test_tests_mean_what_they_mean_within_one_process(program: str, tests: list[str]) -> None:
+    results = passed(program, tests)
+    assert [test for test, result in zip(tests, results, strict=True) if not result] == []
 
 
-def test_these_tests_hold_within_one_process() -> None:
+@pytest.mark.parametrize(("program", "tests"), [(PROGRAM, TESTS), (OTHER_PROGRAM, MORE_TESTS)], ids=["one", "other"])
+def test_these_tests_hold_within_one_process(program: str, tests: list[str]) -> None:
     from nrl.envs.inside.calls import NODES
 
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", ONE_PROCESS],
-        input=json.dumps([PROGRAM, TESTS, NODES]), capture_output=True, text=True, check=True, cwd=Path("/"),
+        input=json.dumps([program, tests, NODES]), capture_output=True, text=True, check=True, cwd=Path("/"),
     )  # fmt: skip
     assert json.loads(done.stdout.splitlines()[-1]) == []
 

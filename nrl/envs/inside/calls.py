@@ -10,6 +10,7 @@ import builtins
 import io
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 from nrl.envs.inside.assertions import equal, forgiving, independent_lines, unbound
 from nrl.envs.inside.peers import Peer
 from nrl.envs.inside.proxies import INDEPENDENT_LINES, is_proxy
-from nrl.envs.inside.values import encode, private, say
+from nrl.envs.inside.values import private, say
 
 __all__ = ["NODES", "check", "run", "serve"]
 
@@ -160,8 +161,8 @@ def serve() -> None:
     peer = Peer(lines, out, operations={"step": loop.step, "result": loop.result, "cancel": loop.cancel})
     source = json.loads(lines.readline())
     namespace: dict[str, Any] = {"__name__": "program"}  # its own demonstration, if it has one, is not asked for
-    sys.stdin = stdin = _Input(peer)  # type: ignore[assignment]
-    builtins.input = stdin.asked  # type: ignore[assignment]
+    sys.stdin = stdin = _Input(peer)
+    builtins.input = stdin.asked
     module = ModuleType("program")  # where dataclasses look for names
     module.__dict__.update(namespace | _preamble(source))
     sys.modules["program"], namespace = module, module.__dict__
@@ -234,13 +235,12 @@ class _Link(Peer):
         self.calls.clear()
         self.proxies.clear()
 
-    def ask(self, operation: str, target: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def _encoded(self, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         try:
-            encode([list(args), kwargs], self._refer)
+            return super()._encoded(target, args, kwargs)
         except TypeError as error:
-            name = target[1] if isinstance(target, list) else operation
+            name = target[1] if isinstance(target, list) else type(target).__name__
             raise _Unusable(f"it calls {name} with what is no data: {error}") from None
-        return super().ask(operation, target, *args, **kwargs)
 
 
 class _Named:
@@ -250,7 +250,7 @@ class _Named:
         self._call = lambda *args, **kwargs: link.ask("call", ["name", name], *args, **kwargs)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
+        return self._call(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 class _Names(dict[str, Any]):

@@ -5,6 +5,7 @@ A message is a line of JSON: ``["ask", operation, target, args, kwargs]``, and t
 """
 
 import builtins
+import contextlib
 import copy
 import json
 import operator
@@ -83,6 +84,7 @@ class Peer:
         self._lines, self._out, self._prefix = lines, out, prefix
         self._shares, self._allows, self._operations = shares, allows, _OPERATIONS | (operations or {})
         self._objects, self._indices, self._lock = list[Any](), dict[int, int](), threading.RLock()
+        self._described = dict[int, list[Any]]()
         self.proxies = dict[int, Any]()
         self.names = dict[str, Any]()
         self.named: Callable[[str], Any] = self.names.__getitem__
@@ -95,7 +97,7 @@ class Peer:
     def ask(self, operation: str, target: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Return the value of an operation on something of the other end."""
         with self._lock:
-            encoded = encode(list(args), self._refer), encode(kwargs, self._refer)
+            encoded = self._encoded(target, args, kwargs)
             self.calls.append(operation)
             self._say("ask", operation, target_of(target) if is_proxy(target) else target, *encoded)
             while True:
@@ -123,6 +125,9 @@ class Peer:
             for mine, theirs in zip(inputs, after, strict=False):  # a function may change what it is given
                 _update(mine, theirs)
             return value
+
+    def _encoded(self, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return encode(list(args), self._refer), encode(kwargs, self._refer)
 
     @staticmethod
     def _raisable(error: Any, operation: str) -> BaseException:
@@ -173,12 +178,14 @@ class Peer:
                 result = self._refer(value)  # also a subclass of a list, whose own methods the test calls
             else:
                 result = encode(value, self._refer)
-            message = ["value", result, encode(inputs, self._refer)]
-            json.dumps(message)
+            message: list[Any] = ["value", result, encode(inputs, self._refer)]
         except BaseException as error:
             message = ["error", self._error(error)]
         self.is_answering = before
-        self._say(*message)
+        try:
+            self._say(*message)
+        except (RecursionError, TypeError, ValueError):  # it nests too deep; nothing was written
+            self._say("error", ["builtin", "RuntimeError"])
 
     def _error(self, error: BaseException) -> Any:
         try:
@@ -199,7 +206,7 @@ class Peer:
         if isinstance(value, type):
             return self._describe_class(value)
         kind = "awaitable" if hasattr(type(value), "__await__") else "object"
-        extra = []
+        extra: list[Any] = []
         if isinstance(value, int | str | float | tuple):  # of a class of the program: it is a value, and has attributes
             kind, extra = "data", [next(base.__name__ for base in (int, str, float, tuple) if isinstance(value, base))]
             plain = str.__str__(value) if isinstance(value, str) else getattr(builtins, extra[0])(value)
@@ -213,10 +220,16 @@ class Peer:
         return index
 
     def _describe_class(self, cls: type) -> list[Any]:
+        index = self._index(cls)
+        if index not in self._described:
+            self._described[index] = self._description(cls, index)
+        return self._described[index]
+
+    def _description(self, cls: type, index: int) -> list[Any]:
         own = [base for base in cls.__bases__ if base.__module__ in ("program", "test")]
         return [
             "class",
-            self._index(cls),
+            index,
             cls.__name__,
             [self._describe_class(base) for base in own],
             [name for name in DUNDERS if getattr(cls, f"__{name}__", None) is not None],
@@ -235,12 +248,19 @@ class Peer:
         ]
 
     def _describe_error(self, error: BaseException) -> list[Any]:
-        try:
-            args = encode(list(error.args), self._refer)
+        try:  # the message of an assertion may have what is expected, which stays with the test
+            inputs = [] if isinstance(error, AssertionError) else list(error.args)
+            if isinstance(error, OSError) and error.filename is not None:
+                inputs = [error.errno, error.strerror, error.filename]
+            args = encode(inputs, self._refer)
         except Exception:
-            args = ["list", *map(str, error.args)]
+            args = ["list"]
         cause = None if error.__cause__ is None else self._describe_error(error.__cause__)
-        return ["error", self._index(error), self._describe_class(type(error)), args, cause]
+        fields = dict[str, Any]()
+        for name, value in getattr(error, "__dict__", {}).items():
+            with contextlib.suppress(Exception):
+                fields[str(name)] = encode(value)
+        return ["error", self._index(error), self._describe_class(type(error)), args, cause, fields]
 
     def _resolve(self, kind: str, parts: list[Any]) -> Any:
         match kind:
@@ -255,13 +275,14 @@ class Peer:
             case "class":
                 return self._class(parts)
             case "error":
-                index, cls, args, cause = parts
+                index, cls, args, cause, fields = parts
                 if index not in self.proxies:
-                    self.proxies[index] = mirrored_error(
-                        self, ["yours", index], self._class(cls[1:]), decode(args, self._resolve)
-                    )
+                    inputs = decode(args, self._resolve)
+                    error = mirrored_error(["yours", index], self._class(cls[1:]), inputs)
+                    error.__dict__.update({name: decode(value) for name, value in fields.items()})
                     if cause is not None:
-                        self.proxies[index].__cause__ = self._resolve(cause[0], cause[1:])
+                        error.__cause__ = self._resolve(cause[0], cause[1:])
+                    self.proxies[index] = error
                 return self.proxies[index]
             case "object" | "awaitable" | "data":
                 index, cls, *extra = parts

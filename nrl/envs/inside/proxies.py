@@ -41,7 +41,7 @@ _OWN = ("_nrl_peer", "_nrl_target", "_nrl_free", "_nrl_context")
 class _Class(type):
     """The class of a mirrored class: what a test does with a class of the program."""
 
-    __doc__ = property(lambda cls: cls._nrl_doc)  # type: ignore[assignment]
+    __doc__ = property(lambda cls: cls._nrl_doc)
     _nrl_doc: str | None = None
     _nrl_peer_of_class: Any
     _nrl_made_by_test = False
@@ -120,18 +120,15 @@ class Proxy(metaclass=_Class):
         return self._nrl_peer.ask("deepcopy", self)
 
     @property
-    def __dict__(self) -> Any:
+    def __dict__(self) -> Any:  # type: ignore[override]
         return self._nrl_peer.ask("get", self, "__dict__")
 
 
 def is_proxy(value: Any) -> bool:
     """Whether a value stands for something of the other end."""
     kind = type(value)
-    return (
-        issubclass(kind, _Class | _ErrorClass | Proxy)
-        or isinstance(kind, _ErrorClass)
-        or "_nrl_target" in kind.__dict__
-    )
+    is_mirrored = issubclass(kind, _Class | _ErrorClass | Proxy) or isinstance(kind, _ErrorClass)
+    return is_mirrored or ("_nrl_class" in kind.__dict__ and "_nrl_target" in value.__dict__)
 
 
 # --- Methods of mirrored classes
@@ -167,11 +164,16 @@ def _iter(self: Any) -> Any:
 
 def _exit(self: Any, kind: Any, error: Any, trace: Any) -> bool:
     """Leave a block. The program may suppress no error that depends on what it did, such as that of an assertion."""
-    return bool(self._nrl_peer.ask("exit", self, error)) and _is_independent(error)
+    return bool(self._nrl_peer.ask("exit", self, _shared_error(error))) and _is_independent(error)
 
 
 async def _aexit(self: Any, kind: Any, error: Any, trace: Any) -> bool:
-    return bool(await self._nrl_peer.ask("aexit", self, error)) and _is_independent(error)
+    return bool(await self._nrl_peer.ask("aexit", self, _shared_error(error))) and _is_independent(error)
+
+
+def _shared_error(error: Any) -> Any:
+    """The error of a block, for the program to see: the message of one that depends on it may have what is expected."""
+    return error if error is None or hasattr(error, "remote") or _is_independent(error) else RuntimeError()
 
 
 def _is_independent(error: Any) -> bool:
@@ -179,8 +181,9 @@ def _is_independent(error: Any) -> bool:
     trace = getattr(error, "__traceback__", None)
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    where = trace and (trace.tb_frame.f_code.co_filename, trace.tb_lineno)
-    return bool(where) and where[0] == "test.py" and where[1] in INDEPENDENT_LINES
+    if trace is None or trace.tb_frame.f_code.co_filename != "test.py":
+        return False
+    return trace.tb_lineno in INDEPENDENT_LINES
 
 
 INDEPENDENT_LINES = set[int]()
@@ -244,7 +247,7 @@ def mirrored_class(
             return known
         members = {"_nrl_class_target": target, "_nrl_peer": peer, "__doc__": doc}
         members |= {"__getattr__": _error_attribute, "__str__": _error_text}
-        own = tuple(base for base in bases if isinstance(base, type) and issubclass(base, BaseException))
+        own: Any = tuple(base for base in bases if isinstance(base, type) and issubclass(base, BaseException))
         return _ErrorClass(name, own or (known,), members)
     members = {
         "__slots__": (),
@@ -276,39 +279,43 @@ def proxy_of(peer: Any, target: list[Any], cls: Any, kind: str, value: Any) -> A
             object.__setattr__(proxy, name, part)
         return proxy
     base_name, plain, fields = value
-    members = {"_nrl_peer": peer, "_nrl_target": target, "_nrl_class": cls, "__getattr__": _data_attribute}
+    members: dict[str, Any] = {"_nrl_peer": peer, "_nrl_class": cls, "__getattr__": _data_attribute}
     if base_name == "tuple":
-        base = namedtuple(str(cls.__name__), list(map(str, fields)), rename=True)  # type: ignore[misc]
-        return type(str(cls.__name__), (base,), members)(*plain)
-    members |= {"__repr__": lambda self: peer.ask("repr", self)}
-    if base_name != "str":
-        members |= {
-            "__str__": lambda self: peer.ask("str", self),
-            "__format__": lambda self, form: peer.ask("format", self, form),
-        }
-    return type(str(cls.__name__), ({"int": int, "float": float, "str": str}[base_name],), members)(plain)
+        base: Any = namedtuple(str(cls.__name__), list(map(str, fields)), rename=True)  # type: ignore[misc]
+        made = type(str(cls.__name__), (base,), members)(*plain)
+    else:
+        members |= {"__repr__": lambda self: peer.ask("repr", self)}
+        if base_name != "str":
+            members |= {"__str__": lambda self: peer.ask("str", self)}
+            members |= {"__format__": lambda self, form: peer.ask("format", self, form)}
+        made = type(str(cls.__name__), ({"int": int, "float": float, "str": str}[base_name],), members)(plain)
+    made.__dict__["_nrl_target"] = target
+    return made
 
 
-def mirrored_error(peer: Any, target: list[Any], cls: Any, args: Sequence[Any]) -> BaseException:
+def mirrored_error(target: list[Any], cls: Any, args: Sequence[Any]) -> BaseException:
     """Make what stands for an exception of the other end."""
     if not isinstance(cls, _ErrorClass):
         try:
             return cls(*args)  # type: ignore[no-any-return]
-        except Exception:
-            return RuntimeError(cls.__name__, *args)
-    error = cls.__new__(cls, *args)
+        except Exception:  # it wants other arguments than it keeps
+            error = cls.__new__(cls, *args)
+            error.args = tuple(args)
+            return error  # type: ignore[no-any-return]
+    kind: Any = cls
+    error = kind.__new__(kind, *args)
     error.__dict__["_nrl_target"] = target
     return error  # type: ignore[no-any-return]
 
 
 def target_of(value: Any) -> list[Any]:
     """The reference of a proxy, by which the other end finds what it stands for."""
-    target: list[Any] = value._nrl_class_target if isinstance(value, type) else value._nrl_target
+    target: list[Any] = getattr(value, "_nrl_class_target" if isinstance(value, type) else "_nrl_target")
     return target
 
 
 def _data_attribute(self: Any, name: str) -> Any:
-    if name.startswith("__"):
+    if name.startswith(("__", "_nrl_")) or "_nrl_target" not in self.__dict__:  # a copy by ``_replace`` has none
         raise AttributeError(name)
     return self._nrl_peer.ask("get", self, name)
 
@@ -327,12 +334,12 @@ class _ErrorClass(type):
     """The class of a mirrored exception class."""
 
     def __call__(cls, /, *args: Any, **kwargs: Any) -> Any:
-        return cls._nrl_peer.ask("new", cls, *args, **kwargs)  # type: ignore[attr-defined]
+        return cls._nrl_peer.ask("new", cls, *args, **kwargs)
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return cls._nrl_peer.ask("get", cls, name)  # type: ignore[attr-defined]
+        return cls._nrl_peer.ask("get", cls, name)
 
 
 def _own_error(module: str, name: str) -> Any:

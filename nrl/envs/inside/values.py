@@ -49,10 +49,8 @@ def encode(value: Any, refer: _Refer | None = None) -> Any:
         return ["complex", value.real, value.imag]
     if type(value).__name__ in ("Counter", "OrderedDict", "defaultdict") and type(value).__module__ == "collections":
         factory = getattr(getattr(value, "default_factory", None), "__name__", None)
-        kind = (
-            type(value).__name__ if factory in (None, "int", "float", "str", "list", "dict", "set", "tuple") else "dict"
-        )
-        return [f"collections.{kind}", factory, encode(dict(value), refer)]
+        name = type(value).__name__ if factory in _FACTORIES else "dict"
+        return [f"collections.{name}", factory, encode(dict(value), refer)]
     if isinstance(value, dict):
         return ["dict", *([encode(key, refer), encode(item, refer)] for key, item in value.items())]
     for container in (list, tuple, set, frozenset):
@@ -87,7 +85,7 @@ def _has_attributes(value: Any) -> bool:
     kind = type(value)
     if isinstance(value, tuple):
         return hasattr(kind, "_fields")
-    is_own = kind.__module__ in ("program", "test") or "_nrl_target" in kind.__dict__
+    is_own = kind.__module__ in ("program", "test") or "_nrl_class" in kind.__dict__
     return is_own and isinstance(value, int | float | str)
 
 
