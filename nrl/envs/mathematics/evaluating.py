@@ -15,7 +15,7 @@ import mpmath  # type: ignore[import-untyped]
 from mpmath import mp
 
 from nrl.envs.mathematics.answers import rounds
-from nrl.envs.mathematics.nodes import Node, NoValueError, UnreadableError, symbols_in
+from nrl.envs.mathematics.nodes import Node, NoValueError, UnreadableError, functions_in, symbols_in
 
 __all__ = ["constant_ratio", "equal_values", "exact", "fault_of", "number_at"]
 
@@ -299,6 +299,25 @@ def _agree(left: Node, right: Node) -> bool:
     return len(real) >= 2 or (not real and len(others) >= 2 and all(others))
 
 
+def _depends_on(node: Node, names: set[str]) -> bool:
+    """Return whether the value of an expression changes with letters, as that of ``x/x`` does not."""
+    if not names or "calculus" in functions_in(node):
+        return bool(names)
+    points, equal = _points(frozenset(symbols_in(node))), 0
+    for k, point in enumerate(points):
+        moved = {**point, **{name: points[(k + 1) % len(points)][name] for name in names}}
+        try:
+            first, second = (number_at(node, 20, _at(values, 20)) for values in (point, moved))
+        except (UnreadableError, NoValueError):
+            continue
+        if abs(first - second) > abs(first) * mpmath.mpf("1e-15"):
+            return True
+        equal += 1
+        if equal == 2:
+            return False
+    return True
+
+
 def equal_values(left: Node, right: Node) -> bool:
     """Return whether two expressions are equal wherever both have values.
 
@@ -318,7 +337,10 @@ def equal_values(left: Node, right: Node) -> bool:
     first, second = exact(left), exact(right)
     if first is not None and second is not None:
         return first == second or rounds(first, second) or rounds(second, first)
-    if (left == right and symbols_in(left)) or _agree(left, right):
+    names, others = symbols_in(left), symbols_in(right)
+    if _depends_on(left, names - others) or _depends_on(right, others - names):
+        return False
+    if (left == right and names) or _agree(left, right):
         return True
     if symbols_in(left) | symbols_in(right):
         return False

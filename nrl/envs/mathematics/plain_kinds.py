@@ -87,12 +87,12 @@ def read_time(text: str) -> Time | None:
         return _clock(int(hour["hour"]), 0, -1, hour["half"])
     if found is None:
         return None
-    hour, minute, second = (int(found[part] or -1) for part in ("hour", "minute", "second"))
-    time = _clock(hour, minute, second, found["half"] or "")
-    clock = found["hour"].startswith("0") or found["minute"].startswith("0") or (second < 0 and 10 <= hour <= 12)
+    hours, minutes, seconds = (int(found[part] or -1) for part in ("hour", "minute", "second"))
+    time = _clock(hours, minutes, seconds, found["half"] or "")
+    clock = found["hour"].startswith("0") or found["minute"].startswith("0") or (seconds < 0 and 10 <= hours <= 12)
     if found["half"] or clock:
         return time  # 10:20 is how a clock shows it; 4:10 and 15:20 may be ratios, beside another one.
-    return time._replace(numbers=(hour, minute) if second < 0 else (hour, minute, second))
+    return time._replace(numbers=(hours, minutes) if seconds < 0 else (hours, minutes, seconds))
 
 
 def _clock(hour: int, minute: int, second: int, half: str) -> Time:
