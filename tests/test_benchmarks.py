@@ -427,7 +427,7 @@ class Recorded:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.last: dict[str, Any] = {"step": 1, "loss": 0.5, "grad_norm": 2.0, "reward": 0.5, "reward/max": 1.0}
-        self.sampled = {"step": 1, "rows": [{"reward": 1.0, "prompt": "1+1="}]}
+        self.sampled: dict[str, Any] = {"step": 1, "rows": [{"reward": 1.0, "prompt": "1+1="}]}
         self.model = {"a": torch.tensor([0.0, 1.0]), "b": torch.tensor(3)}
         self.saved = {"model.a": self.model["a"], "optimizer.a.exp_avg": torch.tensor([float("nan"), 2.0])}
         self.file = "checkpoints/train/2/policy/1.safetensors"
@@ -569,9 +569,9 @@ def test_tables_that_change_more_than_names_are_refused(tables: Any) -> None:
     ],
 )
 def test_two_names_of_a_run_that_become_one_are_refused(tmp_path: Path, tables: Any) -> None:
-    folders = [with_config(Recorded(tmp_path / side).write(), lag="none", steps=1) for side in ("base", "head")]
+    base, head = (with_config(Recorded(tmp_path / side).write(), lag="none", steps=1) for side in ("base", "head"))
     with pytest.raises(RenamesError):
-        same_numbers.compare(*folders, Renames(tables))
+        same_numbers.compare(base, head, Renames(tables))
 
 
 @pytest.mark.slow
