@@ -246,8 +246,8 @@ def tasks(
     unchecked = stream(kept, dropped, stream_with_check)
     if check is None:
         return unchecked
-    found = stream_with_check(check)
-    return found if found is not unchecked else stream(kept, {**dropped, "check": 0})
+    checked = stream_with_check(check)
+    return checked if checked is not unchecked else stream(kept, {**dropped, "check": 0})
 
 
 def _with_fingerprint(stream: Source[Task], name: str, fingerprint: Fingerprint | None) -> tuple[Any, Any, Any]:

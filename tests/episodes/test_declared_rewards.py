@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -92,7 +92,7 @@ PLAIN = Environment(lambda task: (0, "1"), lambda state, turn: Step(state, (1.0,
 TWO = declaring(2, [(1.0, 0.5)])
 WRAPPED: dict[str, Callable[[], Any]] = {
     "single_turn": lambda: single_turn(TWO),
-    "single_turn of a group": lambda: single_turn(of_group(TWO)),
+    "single_turn of a group": lambda: single_turn(of_group(cast(Any, TWO))),
     "gated": lambda: single_turn(gated(lambda task, trace: 1.0, TWO)),
     "judged": lambda: judged(Environment(PLAIN.reset, PLAIN.step), TWO),
     "judged, declared by the environment": lambda: judged(PLAIN, lambda task, trace: 0.0),

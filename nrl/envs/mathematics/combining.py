@@ -23,15 +23,16 @@ def several(items: list[Answer]) -> Answer:
     regions = [item for item in items if isinstance(item, Region)]
     if len(regions) == len(items) and len({region.name for region in regions if region.name}) < 2:
         without = tuple(point for region in regions for point in region.without)
+        solved = all(region.solved for region in regions)
         whole = [region for region in regions if region.pieces == REALS.pieces]
         parts = [region for region in regions if region.pieces != REALS.pieces]
         if not parts:
-            return regions[0]._replace(without=without)
+            return regions[0]._replace(without=without, solved=solved)
         if len(parts) == 1 and all(region.without for region in whole):  # x > 0, x != 1
-            return parts[0]._replace(without=without)
+            return parts[0]._replace(without=without, solved=solved)
         if not whole:
             pieces = tuple(piece for region in parts for piece in region.pieces)
-            return Region(pieces, without, name=regions[0].name)
+            return Region(pieces, without, regions[0].name, solved)
     flat = list[Answer]()
     for item in items:
         flat.extend(item.items if isinstance(item, Listing) and not item.braces else [item])
@@ -67,7 +68,7 @@ def union(parts: list[Answer]) -> Answer:
     """Return the union of intervals and sets of numbers, or of sets."""
     if all(isinstance(part, Listing) for part in parts):
         return Listing(tuple(item for part in parts if isinstance(part, Listing) for item in part.items), True)
-    pieces = list[Piece]()
+    pieces, solved = list[Piece](), True
     for part in parts:
         region = as_region(part)
         if region is None:
@@ -76,7 +77,8 @@ def union(parts: list[Answer]) -> Answer:
             pieces.extend(Piece(x.value, x.value, True, True) for x in part.items if isinstance(x, Quantity))
         else:
             pieces.extend(region.pieces)
-    return Region(tuple(pieces))
+            solved = solved and region.solved
+    return Region(tuple(pieces), solved=solved)
 
 
 def with_integer(found: Answer, letter: str, numbers: str) -> Answer:

@@ -62,11 +62,15 @@ class Piece(NamedTuple):
 
 
 class Region(NamedTuple):
-    """A set of real numbers: intervals, without some numbers."""
+    """A set of real numbers: intervals, without some numbers.
+
+    It is not solved where its bounds are still to be found, as those of ``|x| < 2``.
+    """
 
     pieces: tuple[Piece, ...]
     without: tuple[Node, ...] = ()
     name: str = ""
+    solved: bool = True
 
 
 class Relation(NamedTuple):

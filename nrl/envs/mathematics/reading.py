@@ -239,10 +239,11 @@ def _around_zero(sign: str, name: str, bound: Node) -> Region:
     """Read ``|x| < 2`` and ``|x| > 2``."""
     closed, below = len(sign) == 2, Node("-", (bound,))
     if sign == "!=":
-        return Region(REALS.pieces, (bound, below), name)
+        return Region(REALS.pieces, (bound, below), name, solved=False)
     if sign[0] == "<":
-        return Region((Piece(below, bound, closed, closed),), name=name)
-    return Region((Piece(MINUS_INFINITY, below, False, closed), Piece(bound, INFINITY, closed, False)), name=name)
+        return Region((Piece(below, bound, closed, closed),), name=name, solved=False)
+    pieces = Piece(MINUS_INFINITY, below, False, closed), Piece(bound, INFINITY, closed, False)
+    return Region(pieces, name=name, solved=False)
 
 
 def _half_line(sign: str, left: str, right: str) -> Region | None:

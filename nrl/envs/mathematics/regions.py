@@ -105,7 +105,7 @@ def intersection(left: Region | None, right: Region | None) -> Region:
             pieces.append(Piece(low, high, closed_low, closed_high))
     if not pieces:
         raise UnreadableError("an intersection with nothing in it")
-    return Region(tuple(pieces), name=left.name or right.name)
+    return Region(tuple(pieces), (), left.name or right.name, left.solved and right.solved)
 
 
 def _intervals(region: Region) -> list[_Interval]:

@@ -55,6 +55,8 @@ def is_worked(right: Answer, found: Answer) -> bool:
     Where the reference is a number, the answer is a numeral. Where it is a solution, the answer is no equation.
     """
     match right, found:
+        case (_, Region()) if not found.solved:
+            return isinstance(right, Region) and not right.solved
         case (Named() | Region(), Relation()):
             return bool(_free(right) - {right.name})
         case (Named(), Named()):
