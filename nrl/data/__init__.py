@@ -27,9 +27,10 @@ if TYPE_CHECKING:
         verl,
     )
     from nrl.data.mixtures import mixture
-    from nrl.data.prompts import PROMPT_KEYS, rows
+    from nrl.data.prompts import rows
     from nrl.data.readers import read_csv, read_jsonl, read_parquet
     from nrl.data.rendering import render
+    from nrl.data.row_fields import PROMPT_KEYS
     from nrl.data.task_streams import Tasks, epoch, tasks
 else:  # environments read messages with a module of this package, and do not wait for torch
     __getattr__, __dir__ = on_demand(__name__)

@@ -23,7 +23,7 @@ from nrl.data.sources import read
 from nrl.envs.contract import Task
 from nrl.errors import DataError
 
-__all__ = ["PROMPT_KEYS", "print_unread", "rows", "tasks_of_row"]
+__all__ = ["print_unread", "rows", "tasks_of_row"]
 
 
 def rows(
