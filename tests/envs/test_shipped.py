@@ -69,6 +69,7 @@ def broken(turns=2):
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": each}) + "\n" for each in "xyz"))
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps({"prompt": each, "answer": "1"}) + "\n" for each in "xyz"))
     (tmp_path / "broken.py").write_text("def env(:\n")
     (tmp_path / "failing.py").write_text("one = 1\nenv = one / 0\n")
     monkeypatch.chdir(tmp_path)
@@ -428,7 +429,7 @@ def data_of(url: str) -> dict[str, str]:
 
 
 def test_all_environments_of_a_gym_and_one_of_them(gym: str) -> None:
-    both = nrl.environments(gym, {"sums": "rows.jsonl"})
+    both = nrl.environments(gym, {"sums": "sums.jsonl"})
     assert both.names == ("own", "sums")
     assert {str(task["prompt"])[:3] for task in both.tasks(0).take(6)} > {"0 0", "[{'"}
     one = nrl.environments("gym.yaml:own")
