@@ -17,10 +17,10 @@ from typing import Any
 from nrl.envs.inside.proxies import DUNDERS, is_proxy, mirrored_class, mirrored_error, proxy_of, target_of
 from nrl.envs.inside.values import decode, encode, say
 
-__all__ = ["Gone", "Peer"]
+__all__ = ["Peer", "PeerGone"]
 
 
-class Gone(BaseException):
+class PeerGone(BaseException):
     """The other end has ended, or took too long."""
 
 
@@ -107,7 +107,7 @@ class Peer:
                 self._answer(parts)
             if what == "gone":
                 self.calls.append("gone")
-                raise Gone
+                raise PeerGone
             try:
                 if what == "error":
                     error = decode(parts[0], self._resolve)

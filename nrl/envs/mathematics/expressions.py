@@ -8,8 +8,8 @@ skipped: an answer with a part left out would be another answer. The time is lin
 import re
 from fractions import Fraction
 
+from nrl.envs.mathematics.lexer import CONSTANTS, DECORATIONS, FONTS, FUNCTIONS, GREEK, Token, tokens_of
 from nrl.envs.mathematics.nodes import Node, NoValueError, UnreadableError
-from nrl.envs.mathematics.tokens import CONSTANTS, DECORATIONS, FONTS, FUNCTIONS, GREEK, Token, tokens_of
 
 __all__ = ["parse"]
 

@@ -6,7 +6,7 @@ from nrl.envs.mathematics.expressions import parse
 from nrl.envs.mathematics.kinds import Matrix
 from nrl.envs.mathematics.nodes import Node, UnreadableError
 from nrl.envs.mathematics.patterns import NAME
-from nrl.envs.mathematics.splitting import is_bracketed, items_in, split_at_top
+from nrl.envs.mathematics.separators import is_bracketed, items_in, split_at_top
 
 __all__ = ["read_matrix", "read_rows"]
 

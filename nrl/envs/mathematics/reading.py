@@ -45,7 +45,7 @@ from nrl.envs.mathematics.plain_kinds import (
 )
 from nrl.envs.mathematics.regions import intersection
 from nrl.envs.mathematics.remainders import read_congruences, read_division
-from nrl.envs.mathematics.splitting import is_bracketed, items_in, outside_removed, split_at_top
+from nrl.envs.mathematics.separators import is_bracketed, items_in, outside_removed, split_at_top
 from nrl.envs.mathematics.units import scaled, split_unit
 from nrl.envs.mathematics.working import values_in
 
