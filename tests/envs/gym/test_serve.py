@@ -111,7 +111,7 @@ def test_what_a_server_says_of_itself(server: Server) -> None:
     info = ask(server, "/info").json()
     assert info == {
         "protocol": 1, "name": "exactly", "kind": "environment", "verifies": False, "of_group": False, "tasks": False,
-        "extracts": False, "timeout": 60.0, "lease": 60.0,
+        "extracts": False, "timeout": 60.0, "lease": 60.0, "checks": True,
     }  # fmt: skip
     described = ask(server, "/openapi.json").json()
     assert described["info"]["title"] == "nrl gym: exactly"
