@@ -57,14 +57,13 @@ ROWS: dict[str, tuple[dict[str, Any], str]] = {  # where the mark is, and how an
 HERMES = {"chatml", "qwen2_5", "qwen3", "qwen3_5_think", "qwen3_training"}
 MISTRAL = {"mistral_v3", "mistral_v11", "mistral_v13"}
 LLAMA = {"llama3_1", "llama3_2"}
-THINKING = {"qwen3", "qwen3_training", "qwen3_5_think", "gptoss", "glm4moe"}
+THINKING = {"qwen3", "qwen3_training", "qwen3_5_think", "gptoss", "glm4moe", "deepseekv3"}
 WRITE: dict[str, set[str]] = {  # templates that write the field; all others are refused
-    **{field: {*NAMES} for field in ("system", "developer", "user", "earlier")},
+    **{field: {*NAMES} for field in ("system", "developer", "user", "earlier", "answer")},
     "result": {*NAMES} - {"gemma3", "llama3"},
-    "answer": {*NAMES} - {"deepseekv3"},  # whose generation prompt opens reasoning that its messages have not
-    **dict.fromkeys(("name", "value", "key"), HERMES | MISTRAL | LLAMA | {"glm4moe", "gptoss"}),
-    "second": HERMES | MISTRAL | {"glm4moe"},
-    "beside": HERMES | MISTRAL - {"mistral_v3"} | {"glm4moe", "gptoss"},
+    **dict.fromkeys(("name", "value", "key"), HERMES | MISTRAL | LLAMA | {"deepseekv3", "glm4moe", "gptoss"}),
+    "second": HERMES | MISTRAL | {"deepseekv3", "glm4moe"},
+    "beside": HERMES | MISTRAL - {"mistral_v3"} | {"deepseekv3", "glm4moe", "gptoss"},
     **{f: {*NAMES} - {"gemma3", "llama3", "deepseekv3"} for f in ("tool", "description", "parameter", "what")},
     **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), THINKING),
 }

@@ -36,7 +36,9 @@ for number, test in enumerate(tests):
                 cases = unittest.defaultTestLoader.loadTestsFromTestCase(value)
                 assert unittest.TextTestRunner(stream=sys.stderr).run(cases).wasSuccessful()
             elif name not in defined and name.startswith("test"):
-                asyncio.run(value())
+                returned = value()
+                if asyncio.iscoroutine(returned):
+                    asyncio.run(returned)
     except Exception as error:
         failed.append([number, repr(error)])
     sys.stdout, sys.stdin = stdout, stdin
