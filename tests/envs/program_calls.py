@@ -647,7 +647,7 @@ MORE_TESTS = [
         "    def test(self):\n"
         "        self.assertEqual(self.t.v, 1)\n"
         "        self.assertIsInstance(self.t, Tree)\n"
-        "        self.assertIs(echo(self.t), self.t)\n"
+        "        self.assertEqual(echo(self.t), self.t)\n"
         "        self.assertTrue(hasattr(self.t, 'kids'))\n"
         "        self.assertListEqual(visit(self.t), [1])\n"
         "        self.assertDictEqual(kwonly(a=1), {'a': 1})\n"

@@ -210,3 +210,38 @@ def test_solutions_are_read_as_data_sets_write_them() -> None:
 def test_a_solution_that_is_no_python_is_a_fault_of_the_task(task: dict[str, Any], is_broken: bool) -> None:
     fault = verify.check_task(task | {"tests": ["assert add(1, 2) == 3"]})
     assert (fault is not None and "the task's own solution is no Python" in fault) == is_broken
+
+
+LIAR = """
+class Solution:
+    def __init__(self): self.said = []
+    def __eq__(self, other): self.said.append(other); return True
+    def __sub__(self, other): return 0
+    def __abs__(self): return self
+    def __lt__(self, other): return True
+    def __iter__(self): return iter([self])
+    def __call__(self, *args): return self
+    def f(self, x): return self
+    def g(self, x): return [self, self]
+    def h(self, x): return self.said[-1] if self.said else self
+    def each(self, visit): visit(self)
+"""
+LIES = [
+    "assert Solution().f(3) == 9",
+    "assert 9 == Solution().f(3)",
+    "assert Solution().f(3) in [9]",
+    "assert Solution().g(3) == [9, 3]",
+    "assert sorted(Solution().g(3)) == [3, 9]",
+    "assert abs(Solution().f(3) - 9) < 1e-5",
+    "s = Solution\nassert s().f(3) == 9",
+    "s = Solution()\nfor x in range(2): assert s.h(x) == 9",
+    "for x in Solution(): assert x == 9",
+    "assert Solution()(3) == 9",
+    "def check(f): assert f(3) == 9\ncheck(Solution().f)",
+    "def visit(x): assert x == 9\nSolution().each(visit)",
+    "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(Solution().f(3), 9)",
+]
+
+
+def test_an_instance_that_the_program_returns_is_not_what_its_class_says() -> None:
+    assert [test for test, result in zip(LIES, passed(LIAR, LIES), strict=True) if result] == []

@@ -14,7 +14,15 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from nrl.envs.inside.proxies import DUNDERS, is_proxy, mirrored_class, mirrored_error, proxy_of, target_of
+from nrl.envs.inside.proxies import (
+    DUNDERS,
+    has_operators,
+    is_proxy,
+    mirrored_class,
+    mirrored_error,
+    proxy_of,
+    target_of,
+)
 from nrl.envs.inside.values import decode, encode, say
 
 __all__ = ["Peer", "PeerGone"]
@@ -33,6 +41,8 @@ _BINARY = (
     *("lt", "le", "gt", "ge", "eq", "ne"),
 )
 _INPLACE = tuple(f"i{name.rstrip('_')}" for name in _BINARY[:13])
+_RETURNS_ITSELF = {"new", "enter", "aenter", *_INPLACE}
+"""The operations of a test whose value is, as a rule, the object itself."""
 _UNARY = ("neg", "pos", "invert", "getitem", "setitem", "delitem", "contains", "index")
 
 
@@ -56,6 +66,11 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "call": lambda target, /, *args, **kwargs: target(*args, **kwargs),
     "new": lambda target, /, *args, **kwargs: target(*args, **kwargs),
     "value": lambda target: target,
+}
+
+
+_COMPARES_OBJECTS = {
+    name: getattr(object, name) for name in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
 }
 
 
@@ -112,10 +127,11 @@ class Peer:
                 if what == "error":
                     error = decode(parts[0], self._resolve)
                 elif what == "value":
-                    after = decode(parts[1], self._resolve)
+                    after = decode(parts[1], self._resolve_same)
                     inputs = [*args, *kwargs.values()]
                     is_same = isinstance(parts[0], list) and parts[0][:1] == ["same"]
-                    value = inputs[parts[0][1]] if is_same else decode(parts[0], self._resolve)
+                    resolve = self._resolve_same if operation in _RETURNS_ITSELF else self._resolve
+                    value = inputs[parts[0][1]] if is_same else decode(parts[0], resolve)
                 else:
                     raise ValueError(what)
             except Exception as error_of_line:
@@ -232,7 +248,7 @@ class Peer:
             index,
             cls.__name__,
             [self._describe_class(base) for base in own],
-            [name for name in DUNDERS if getattr(cls, f"__{name}__", None) is not None],
+            [name for name in DUNDERS if _defines(cls, f"__{name}__")],
             list(getattr(cls, "__dataclass_fields__", ())),
             cls.__doc__ if isinstance(cls.__doc__, str) else None,
             self._error_bases(cls),
@@ -286,11 +302,20 @@ class Peer:
                 return self.proxies[index]
             case "object" | "awaitable" | "data":
                 index, cls, *extra = parts
-                if index not in self.proxies:
+                # What the program hands over is its answer, also where it is an instance that the test has made: the
+                # class of that may call it equal to everything. So the test gets another proxy, without its operators.
+                if index not in self.proxies or has_operators(self.proxies[index]):
                     value = [extra[0], decode(extra[1], self._resolve), extra[2]] if extra else None
-                    self.proxies[index] = proxy_of(self, ["yours", index], self._class(cls[1:]), kind, value)
+                    proxy = proxy_of(self, ["yours", index], self._class(cls[1:]), kind, value)
+                    self.proxies.setdefault(index, proxy)
+                    return proxy
                 return self.proxies[index]
         raise ValueError(kind)
+
+    def _resolve_same(self, kind: str, parts: list[Any]) -> Any:
+        """Resolve a reference to what the test has already, or makes by this operation."""
+        known = self.proxies.get(parts[0]) if kind in ("object", "awaitable", "data") else None
+        return self._resolve(kind, parts) if known is None else known
 
     def _class(self, parts: list[Any]) -> Any:
         index, name, bases, dunders, fields, doc, errors = parts
@@ -298,6 +323,12 @@ class Peer:
             own = [self._class(base[1:]) for base in bases]
             self.proxies[index] = mirrored_class(self, ["yours", index], name, own, dunders, fields, doc, errors)
         return self.proxies[index]
+
+
+def _defines(cls: type, name: str) -> bool:
+    """Return whether a class has a method that is not the one with which every object is compared."""
+    method = next((base.__dict__[name] for base in cls.__mro__ if name in base.__dict__), None)
+    return method is not None and method is not _COMPARES_OBJECTS.get(name)
 
 
 def _update(mine: Any, theirs: Any) -> None:

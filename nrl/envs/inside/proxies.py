@@ -14,6 +14,7 @@ __all__ = [
     "DUNDERS",
     "INDEPENDENT_LINES",
     "Proxy",
+    "has_operators",
     "is_proxy",
     "mirrored_class",
     "mirrored_error",
@@ -53,7 +54,7 @@ class _Class(type):
         return made
 
     def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__") and name.strip("_") not in _FORWARDED:
+        if name.startswith("_nrl_") or (name.startswith("__") and name.strip("_") not in _FORWARDED):
             raise AttributeError(name)
         return cls._nrl_peer_of_class.ask("get", cls, name)
 
@@ -88,7 +89,7 @@ class Proxy(metaclass=_Class):
     __slots__ = _OWN
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name.strip("_") not in _FORWARDED:
+        if name.startswith("_nrl_") or (name.startswith("__") and name.strip("_") not in _FORWARDED):
             raise AttributeError(name)
         return self._nrl_peer.ask("get", self, name)
 
@@ -122,6 +123,15 @@ class Proxy(metaclass=_Class):
     @property
     def __dict__(self) -> Any:  # type: ignore[override]
         return self._nrl_peer.ask("get", self, "__dict__")
+
+
+def has_operators(value: Any) -> bool:
+    """Return whether a value is compared by operators that the program defines, since the test has made it."""
+    mirrored = type(value).__mro__
+    if Proxy not in mirrored or not value._nrl_free:
+        return False
+    names = {f"__{name}__" for name in (*_DECIDED, "contains")}
+    return any(names & cls.__dict__.keys() for cls in mirrored[: mirrored.index(Proxy)])
 
 
 def is_proxy(value: Any) -> bool:
