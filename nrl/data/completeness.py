@@ -75,7 +75,8 @@ def check_complete(
 'reasoning' or 'thinking'), 'Easy.'; take a template that writes it, or leave it out of the row
     """
     lost = _check_tools(text, tools)
-    written = list[tuple[str, str]]()  # texts that are longer than what repeats by chance, and their names
+    written = list[tuple[str, str]]()  # texts and their names
+    called = list[tuple[str, str]]()  # likewise, of calls
     spoken = _Reader(text)
     for at, message in enumerate(messages):
         of = f"of message {at}"
@@ -94,11 +95,26 @@ def check_complete(
             written.append((inner, said))
         for number, call in enumerate(message.get("tool_calls") or ()):
             spoken = _check_call(spoken, call, f"of call {number} {of}")
+            if isinstance(call["function"]["arguments"], Mapping):
+                called += [
+                    (value.strip(), f"the argument '{path}' of call {number} {of}")
+                    for path, value in _leaves(call["function"]["arguments"], "")
+                    if isinstance(value, str)
+                ]
+    _check_each(text, [*written, *called])
     _check_once(text, written, messages, tools, template)
     counts = _COUNTS.get()
     if counts is not None:
         for name in sorted(lost):
             counts[name] = counts.get(name, 0) + 1
+
+
+def _check_each(text: str, written: Sequence[tuple[str, str]]) -> None:
+    """Check that texts which stand several times in a conversation, also within others, are written as often."""
+    whole = "\0".join(value for value, _ in written)
+    for value, name in sorted(dict(reversed(written)).items(), key=lambda item: -len(item[0])):
+        if value and whole.count(value) > sum(text.count(spelling) for spelling in {*_spellings(value)}):
+            raise DataError(_missing(f"{name}, which stands elsewhere, too", value))
 
 
 def _reasoned(message: Mapping[str, Any]) -> dict[str, str]:

@@ -169,19 +169,26 @@ _ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 
 def _numbered(messages: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Results come behind the message with their calls, in the order of these."""
-    last = 0
+    """Give calls and their results ids that the template takes.
 
-    def named(of: Mapping[str, Any], key: str, place: int) -> Mapping[str, Any]:
-        return of if _ID.fullmatch(str(of.get(key))) else {**of, key: f"{last:05}{place:04}"}
-
+    A result has the id of its call, in any order. One without an id of a call answers the call at its place.
+    """
+    renamed: dict[str, list[str]] = {}
+    own: list[str] = []
     for at, message in enumerate(messages):
-        if message.get("role") == "tool":
-            yield named(message, "tool_call_id", at - last - 1)
-            continue
-        last = at
         calls = message.get("tool_calls")
-        yield {**message, "tool_calls": [named(each, "id", n) for n, each in enumerate(calls)]} if calls else message
+        if calls:
+            old = [str(call.get("id")) for call in calls]
+            own = [name if _ID.fullmatch(name) else f"{at:05}{place:04}" for place, name in enumerate(old)]
+            renamed = {name: [new for each, new in zip(old, own, strict=True) if each == name] for name in old}
+            message = {**message, "tool_calls": [{**call, "id": new} for call, new in zip(calls, own, strict=True)]}
+        elif message.get("role") == "tool":
+            given = str(message.get("tool_call_id"))
+            name = renamed[given].pop(0) if renamed.get(given) else own[0] if own else given
+            if name in own:
+                own.remove(name)
+            message = {**message, "tool_call_id": name if _ID.fullmatch(name) else f"{at:09}"}
+        yield message
 
 
 def _objects(message: Mapping[str, Any]) -> bool:

@@ -83,6 +83,45 @@ def test_every_field_is_written_once_or_refused_by_name(name: str) -> None:
             assert re.search(f"leaves out .*({named})|{REFUSALS}", str(found)), (field, str(found))
 
 
+OTHER = {**call(q=MARK)["tool_calls"][0], "id": "abcdefghj"}
+EQUAL: dict[str, list[dict[str, Any]]] = {  # the mark is in two places
+    "a content and an argument": [ASK, call(q=MARK) | {"content": MARK}],
+    "a content beside a call and its result": [ASK, call() | {"content": MARK}, RESULT, answer()],
+    "a content within another": [ASK, call() | {"content": MARK}, RESULT | {"content": f"Of {MARK}."}, answer()],
+    "two arguments": [ASK, answer("", tool_calls=[*call(q=MARK)["tool_calls"], OTHER])],
+    "an argument and a result": [ASK, TWO, RESULT, RESULT | {"tool_call_id": "abcdefghj", "content": "b"}, answer()],
+    "a reasoning and a content": [ASK, answer(f"It is {MARK}.", reasoning=MARK)],
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_text_that_stands_twice_is_written_twice_or_refused(name: str) -> None:
+    tools, kept = [tool()], list[str]()
+    for where, messages in EQUAL.items():
+        row = {"messages": messages, **({"tools": tools} if "reasoning" not in where else {})}
+        try:
+            found = tokenizer(name).decode(data.supervised([row], tokenizer(name))["input_ids"][0])
+        except DataError:
+            continue
+        assert found.count(MARK) == 2, where
+        kept.append(where)
+    assert kept or name in ("deepseekv3", "gemma3", "llama3", "llama3_1", "llama3_2", "qwen3"), (
+        "all of them are refused"
+    )
+
+
+def test_a_result_is_given_to_its_call_in_any_order() -> None:
+    of, calls = tokenizer("mistral_v11"), [call(q="Rome")["tool_calls"][0], call(q="Oslo")["tool_calls"][0]]
+    calls = [{**each, "id": f"call_{place}"} for place, each in enumerate(calls)]
+    results = [
+        {**RESULT, "tool_call_id": f"call_{place}", "content": text} for place, text in ((1, "cold"), (0, "hot"))
+    ]
+    row = {"messages": [ASK, answer("", tool_calls=calls), *results, answer()], "tools": [tool()]}
+    found = of.decode(data.supervised([row], of)["input_ids"][0])
+    first, second = re.findall(r"\[CALL_ID\](\w+)\[ARGS\]", found)
+    assert re.findall(r"\[TOOL_RESULTS\](\w+)\[TOOL_CONTENT\](\w+)", found) == [(second, "cold"), (first, "hot")]
+
+
 def written(row: dict[str, Any], of: Any) -> str | NrlError:
     try:
         if "response" in row:
