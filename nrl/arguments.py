@@ -14,7 +14,16 @@ from typing import Annotated, Any, Literal, NamedTuple, NewType, TypeAliasType, 
 
 from nrl.errors import ArgumentError, NrlError
 
-__all__ = ["UNBOUNDED", "Unbounded", "check_argument", "checked", "described", "register_kind", "similar_name"]
+__all__ = [
+    "UNBOUNDED",
+    "Unbounded",
+    "check_argument",
+    "checked",
+    "described",
+    "register_kind",
+    "similar_name",
+    "with_article",
+]
 
 UNBOUNDED = "may be infinite"
 """The metadata of a number that may be infinite."""
@@ -84,7 +93,7 @@ def register_kind(
     Traceback (most recent call last):
     nrl.errors.ArgumentError: wind: clock is 5; give Clock()
     """
-    words = words or _article(getattr(kind, "__name__", str(kind)))
+    words = words or with_article(getattr(kind, "__name__", str(kind)))
     _KINDS[kind] = _Kind(accepts or functools.partial(_is_instance, kind), remedy, words)
 
 
@@ -381,10 +390,15 @@ def _wanted(kind: Any) -> str:
     if base is Callable or _is_class(base, Callable):
         return "a function"
     words = {int: "a whole number", float: "a finite number", str: "a text", bool: "True or False", NoneType: "None"}
-    return words.get(base) or f"{_article(getattr(base, '__name__', str(base)))}"
+    return words.get(base) or f"{with_article(getattr(base, '__name__', str(base)))}"
 
 
-def _article(name: str) -> str:
+def with_article(name: str) -> str:
+    """Return a noun with its article.
+
+    >>> with_article("int"), with_article("OrderedDict"), with_article("dict")
+    ('an int', 'an OrderedDict', 'a dict')
+    """
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
 
 
@@ -408,4 +422,4 @@ def described(value: Any) -> str:
     simple = isinstance(value, list | tuple) and all(isinstance(x, str | bool | int | float) for x in value[:_MOST])
     if simple or isinstance(value, range):
         return f"the {type(value).__name__} {_SHOWN.repr(value)}" if simple else repr(value)
-    return _article(type(value).__name__)
+    return with_article(type(value).__name__)

@@ -7,7 +7,9 @@ import reprlib
 from decimal import Decimal
 from typing import Any
 
-__all__ = ["BYTES", "is_array", "named_kind", "real_number", "scalar_value", "shown_value", "with_article"]
+from nrl.arguments import with_article
+
+__all__ = ["BYTES", "is_array", "named_kind", "real_number", "scalar_value", "shown_value"]
 
 BYTES = (bytes, bytearray, memoryview)
 
@@ -38,15 +40,6 @@ def named_kind(value: Any) -> str:
     """The type of a value, and its length if it is a tuple or a list."""
     size = f" of {len(value)}" if isinstance(value, tuple | list) else ""
     return "nothing" if value is None else f"{with_article(type(value).__name__)}{size}"
-
-
-def with_article(name: str) -> str:
-    """Return a noun with its article.
-
-    >>> with_article("int"), with_article("OrderedDict"), with_article("dict")
-    ('an int', 'an OrderedDict', 'a dict')
-    """
-    return f"{'an' if name[:1].lower() in tuple('aeiou') else 'a'} {name}"
 
 
 def shown_value(value: Any) -> str:

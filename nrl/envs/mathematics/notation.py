@@ -5,8 +5,9 @@ import re
 __all__ = ["as_latex"]
 
 _TEXT = re.compile(r"\\(?:text|mathrm|mbox) ?\{([^{}]*)\}")
-_MODULE = re.compile(r"(?<![A-Za-z.])(?:c?math|np|numpy|sp|sympy|mpmath|mp)\.(?=[A-Za-z])")
-_NATURAL = re.compile(r"(?<![A-Za-z.])(?:c?math|np|numpy|sp|sympy|mpmath|mp)\.log\(")
+_MODULES = r"(?<![A-Za-z.])(?:c?math|np|numpy|sp|sympy|mpmath|mp)\."
+_MODULE = re.compile(rf"{_MODULES}(?=[A-Za-z])")
+_NATURAL = re.compile(rf"{_MODULES}log\(")
 _LOGARITHM = re.compile(r"(?<![A-Za-z\\])log(10|2)\(")
 _LOGARITHM_TO = re.compile(r"(?<![A-Za-z\\])log\(([^(),]+),([^(),]+)\)")
 _QUOTED = re.compile(r"(?<=[\[{(, ])(['\"])([^'\"\[\]{}()]*)\1(?=[\]}),])")
