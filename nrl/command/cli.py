@@ -156,9 +156,9 @@ def _plan(given: argparse.Namespace) -> None:
     from nrl.command import planned_programs, planning
 
     settings = planning.undashed(given.settings)
-    if programs := [each for each in settings if each.endswith(".py") and "=" not in each]:
-        rest = [each for each in settings if each != programs[0]]
-        planning.main(*planned_programs.of_program(programs[0], rest))
+    if scripts := [text for text in settings if text.endswith(".py") and "=" not in text]:
+        rest = [text for text in settings if text != scripts[0]]
+        planning.main(*planned_programs.of_program(scripts[0], rest))
         return
     named = _named("model", settings)
     cfg = config.load(planning.Planning, named, program="nrl plan MODEL", caller="plan")

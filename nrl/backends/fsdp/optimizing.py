@@ -52,7 +52,7 @@ _KEEPS = {"adamw": KEYS, "muon": ("momentum_buffer",), "sgd": ("momentum_buffer"
 type TorchOptimizer = torch.optim.Optimizer | Together
 
 
-def made(spec: Optimizer, module: nn.Module) -> TorchOptimizer:
+def build_optimizer(spec: Optimizer, module: nn.Module) -> TorchOptimizer:
     """A fresh optimizer of the trained parameters of a model, sharded or not.
 
     Raises:
@@ -77,7 +77,7 @@ def made(spec: Optimizer, module: nn.Module) -> TorchOptimizer:
     return _adamw(spec, for_other)
 
 
-def kind(spec: Optimizer, optimizer: TorchOptimizer) -> str:
+def optimizer_kind(spec: Optimizer, optimizer: TorchOptimizer) -> str:
     """Whose state a checkpoint has."""
     return f"own, {type(optimizer).__name__}" if spec.kind == "own" else spec.kind
 

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nrl.algos import Loss, name_of, needed
 from nrl.backends.base import Model, Piece
-from nrl.backends.fsdp import attention, optimizing, probe, rounding, sharding, stored
+from nrl.backends.fsdp import attention, probe, rounding, sharding, stored
 from nrl.backends.fsdp.loads import Loads, counting
-from nrl.backends.fsdp.optimizing import TorchOptimizer
+from nrl.backends.fsdp.optimizing import TorchOptimizer, build_optimizer, optimizer_kind
 from nrl.backends.fsdp.outputs import compute
 from nrl.backends.fsdp.torch_state import TorchParams, TorchState
 from nrl.backends.models import loading, lora, splitting
@@ -115,7 +115,7 @@ class TorchEngine:
     def init(self) -> TorchState:
         """A fresh train state."""
         module = self._make(self.model)
-        return TorchState(module, optimizing.made(self.optimizer, module), 0)
+        return TorchState(module, build_optimizer(self.optimizer, module), 0)
 
     def receive(self, state: TorchState) -> lora.Receiving:
         """Replace the weights of a fresh train state."""
@@ -341,8 +341,8 @@ class TorchEngine:
         """Read files of `save`, which any number of processes wrote."""
         # The optimizer's settings come from the configuration, and a base that was not saved from its own files
         module = self._make(self.model, source=None if record["base"] else lora.unfilled)
-        state = TorchState(module, optimizing.made(self.optimizer, module), 0)
-        storage.check_optimizer(record, optimizing.kind(self.optimizer, state.optimizer))
+        state = TorchState(module, build_optimizer(self.optimizer, module), 0)
+        storage.check_optimizer(record, optimizer_kind(self.optimizer, state.optimizer))
         self._read(folder, state.module, state.optimizer, record["base"])
         return state._replace(step=record["step"])
 
@@ -365,7 +365,7 @@ class TorchEngine:
         base = lora.signature(module, sharding.whole) if adapter else None
         record: dict[str, Any] = {"step": step, "lora": bool(lora.layers(module)), "base": base}
         if optimizer is not None:
-            record |= storage.written_by(optimizing.kind(self.optimizer, optimizer))
+            record |= storage.written_by(optimizer_kind(self.optimizer, optimizer))
         return storage.to_save(pieces, self._peers, record)
 
     def _read(
