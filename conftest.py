@@ -16,8 +16,8 @@ import torch
 
 import nrl  # noqa: F401 - before pytest collects doctests, or it would import modules a second time under their names
 from nrl.batch import columns
-from nrl.runs.loops import collector_spared
-from nrl.runtime.executables.registry import EXECUTABLES
+from nrl.run.step_log import collector_spared
+from nrl.runtime.venvs.registry import EXECUTABLES
 
 torch.set_num_threads(1)  # small tensors: more threads cost more than they give, and sums keep one order
 

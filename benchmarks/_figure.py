@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from nrl.runs.charts import Axis
+from nrl.run.charts import Axis
 
 __all__ = ["curves", "smooth"]
 

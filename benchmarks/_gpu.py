@@ -12,10 +12,10 @@ import attrs
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from nrl.plan import fake_cuda
-from nrl.plan.counting import Counting
-from nrl.plan.gpus import GPUS, Gpu
-from nrl.runtime.peaks import product
+from nrl.ops.plan import fake_cuda
+from nrl.ops.plan.gpus import GPUS, Gpu
+from nrl.ops.plan.op_counter import Counting
+from nrl.runtime.device_specs import product
 
 __all__ = [
     "Device",

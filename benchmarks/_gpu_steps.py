@@ -14,12 +14,12 @@ from nrl.algos import sft_loss
 from nrl.backends import Model, Sampler, Trainer
 from nrl.backends.fsdp.torch_engine import TorchEngine
 from nrl.backends.models import lora
+from nrl.backends.training.loss_terms import global_weights
 from nrl.backends.training.packed_attention import packing_on
-from nrl.backends.training.terms import global_weights
 from nrl.batch import Batch
 from nrl.batch.packed_rows import Rectangles
 from nrl.batch.prefixes import microbatches_by_prefix
-from nrl.plan.driven import LOSSES, Step, rows
+from nrl.ops.plan.simulate import LOSSES, Step, rows
 
 __all__ = ["Steps", "differences", "exchanged", "plain", "training_flops"]
 
@@ -107,7 +107,7 @@ def training_flops(weights: float, heads: float, sizes: Iterable[int]) -> float:
     ``weights + 6 H D sum(n^2) L``: per layer, forward, two products of ``2 n^2 H D / 2``; backward, twice that.
 
     Args:
-        weights: of `nrl.plan.closed.closed_flops`.
+        weights: of `nrl.ops.plan.analytic.closed_flops`.
         heads: ``L H D``, all layers' numbers of queries of a token.
         sizes: n, the tokens of each row.
 

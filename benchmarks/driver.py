@@ -40,10 +40,9 @@ from nrl.backends import Sampling
 from nrl.backends.sampling import pool
 from nrl.backends.training import trainer as driver_half
 from nrl.batch import Batch, deal
-from nrl.reduce import Mean, Sum
-from nrl.runs.loops import collector_spared
+from nrl.batch.metrics import Mean, Sum
+from nrl.run.step_log import collector_spared
 from nrl.runtime import P, cluster, merged, shard_map
-from nrl.runtime.executables.registry import Executable
 from nrl.runtime.mesh import mapping
 from nrl.runtime.mesh.local import LocalCluster
 from nrl.runtime.mesh.placement import Mesh
@@ -52,6 +51,7 @@ from nrl.runtime.ray.call_arguments import Arguments
 from nrl.runtime.ray.messages import Receipt
 from nrl.runtime.ray.pickling import serialized
 from nrl.runtime.ray.processes import RayProcesses, Seat
+from nrl.runtime.venvs.registry import Executable
 
 __all__ = ["Nowhere", "Parts", "Replies", "main", "measure", "options", "report", "skewed", "stood_in"]
 

@@ -9,9 +9,9 @@ marked. Nothing is measured on a GPU.
 import sys
 from typing import Any
 
-from nrl.plan.driven import Step, drive
-from nrl.plan.gpus import GPUS
-from nrl.plan.search import Candidate, candidate, candidates, megatron_candidates, ranked
+from nrl.ops.plan.gpus import GPUS
+from nrl.ops.plan.search import Candidate, candidate, candidates, megatron_candidates, ranked
+from nrl.ops.plan.simulate import Step, drive
 
 QWEN = {"model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151_936}
 MODELS: dict[str, dict[str, Any]] = {  # from the config.json of Qwen/Qwen3-* and meta-llama/Llama-3.1-70B

@@ -36,11 +36,11 @@ from benchmarks.fits import MODELS
 from nrl import tiny
 from nrl.backends import Sampling, adamw, fsdp, vllm
 from nrl.batch import Batch, lengths
-from nrl.plan.closed import closed_flops
-from nrl.plan.driven import Step, drive, rows
-from nrl.plan.gpus import estimate
-from nrl.runtime.node.environments import DISTRIBUTION
-from nrl.runtime.peaks import peak
+from nrl.ops.plan.analytic import closed_flops
+from nrl.ops.plan.gpus import estimate
+from nrl.ops.plan.simulate import Step, drive, rows
+from nrl.runtime.device_specs import peak
+from nrl.runtime.venvs.environments import DISTRIBUTION
 
 __all__ = ["CASES", "OPTIONS", "PARTS", "SMALL", "TINY", "Config", "beside_vllm", "judged", "main", "step_of"]
 

@@ -59,8 +59,8 @@ def trained(address: str, out: str) -> None:
     from nrl import data, tiny
     from nrl.algos import advantages, grpo_loss
     from nrl.backends import Sampling, adamw, fsdp, hf
-    from nrl.checkpoint import Checkpoints
     from nrl.envs import single_turn
+    from nrl.run.checkpoint import Checkpoints
     from nrl.runtime import P, shard_map
 
     @attrs.frozen

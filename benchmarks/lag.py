@@ -39,7 +39,7 @@ from examples import grpo
 from nrl import data, tiny
 from nrl.algos import Loss, advantages, clip, grpo_loss, policy_loss, seq_mean, sft_loss, truncate
 from nrl.backends import Params, fsdp, hf
-from nrl.reduce import finalize
+from nrl.batch.metrics import finalize
 from nrl.runtime import Cluster, Mesh
 from nrl.runtime.intraop import set_threads
 

@@ -24,9 +24,9 @@ from benchmarks._paired import Clock
 from examples import grpo
 from nrl.algos import advantages
 from nrl.backends import Trainer
-from nrl.runs import Run
+from nrl.data import Source
+from nrl.run import Run
 from nrl.runtime.intraop import set_threads
-from nrl.stream import Source
 
 __all__ = ["main", "measure", "options", "parts", "wrapped"]
 

@@ -124,7 +124,7 @@ def start(cluster: str, started: str) -> dict[str, float]:
 
     from examples import sft
     from nrl.backends import Trainer, adamw
-    from nrl.runs import Run
+    from nrl.run import Run
 
     marks = {"imports": time.time() - float(started)}
 

@@ -25,7 +25,7 @@ from examples import reward_model
 from nrl import data, tiny
 from nrl.algos import sft_loss
 from nrl.backends import adamw, fsdp
-from nrl.checkpoint import Checkpoints
+from nrl.run.checkpoint import Checkpoints
 
 __all__ = ["Figure", "main", "options", "pretrained", "ranked", "split"]
 

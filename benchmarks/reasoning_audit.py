@@ -27,8 +27,8 @@ from nrl.envs import Task, Trace
 from nrl.envs.reasoning.scorers import EXACT, MENDED
 from nrl.envs.reasoning.tasks import datasets, reasoning_gym, task
 from nrl.envs.reasoning.worker import Source, answer_requests
-from nrl.runtime.executables.registry import executable
 from nrl.runtime.node.cgroups import cores
+from nrl.runtime.venvs.registry import executable
 
 __all__ = [
     "ALSO_RIGHT",

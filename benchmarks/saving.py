@@ -32,10 +32,11 @@ import nrl
 from benchmarks._machine import described, watched
 from benchmarks._paired import spread
 from benchmarks.publish import model
-from nrl import checkpoint, tiny
+from nrl import tiny
 from nrl.algos import sft_loss
 from nrl.backends import adamw, fsdp
-from nrl.checkpoint import Checkpoints
+from nrl.run import checkpoint
+from nrl.run.checkpoint import Checkpoints
 
 __all__ = ["main", "measured", "options"]
 

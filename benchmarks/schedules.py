@@ -34,10 +34,10 @@ from benchmarks._engine import SimulatedEngine
 from benchmarks._paired import in_units
 from nrl import tiny
 from nrl.backends import Capabilities, Completion, Sampling
+from nrl.data import Source
 from nrl.envs import single_turn
 from nrl.errors import ClosedCluster
-from nrl.runs.loops import collector_spared
-from nrl.stream import Source
+from nrl.run.step_log import collector_spared
 
 __all__ = [
     "SCHEDULES",
@@ -94,7 +94,7 @@ def seconds_of(mean: float) -> Callable[[int], float]:
 def steps(name: str, given: argparse.Namespace) -> float:
     """The mean time of a step over that of an engine that is always full; without the first step, which fills it."""
     engine = SimulatedEngine(given.slots, functools.cache(seconds_of(given.mean)))
-    tasks = nrl.stream.counting(lambda index: {"prompt": f"{index}+1="})
+    tasks = nrl.data.counting(lambda index: {"prompt": f"{index}+1="})
     groups = nrl.rollouts(engine, single_turn(lambda task, trace: float(len(trace.text))), tasks, n=8)
     stream = nrl.batched(SCHEDULES[name](groups, given.prompts), given.prompts)
     stream = nrl.ahead(stream, 0 if name in ("none", "oversample") else 1)
@@ -112,7 +112,7 @@ def steps(name: str, given: argparse.Namespace) -> float:
 def late(given: argparse.Namespace) -> float:
     """Seconds of a step of 256 episodes with ``cut(2)``, one of which sleeps for 30 s."""
     engine = SimulatedEngine(given.slots, lambda seed: 0.01)
-    tasks = nrl.stream.counting(lambda index: {"prompt": f"{index}+1=", "index": index})
+    tasks = nrl.data.counting(lambda index: {"prompt": f"{index}+1=", "index": index})
 
     def verdict(task: nrl.envs.Task, trace: nrl.envs.Trace) -> float:
         time.sleep(30.0 if task["index"] == 7 else 0.0)
@@ -159,7 +159,7 @@ def rate_of(env: nrl.envs.Env, prompts: int, takes: int, clock: Callable[[], flo
         takes: at least 2.
         clock: what seconds are; of `time.process_time` those of the processor, of which other programs take none.
     """
-    tasks = nrl.stream.counting(lambda index: {"prompt": f"{index}+1=", "answer": "2"})
+    tasks = nrl.data.counting(lambda index: {"prompt": f"{index}+1=", "answer": "2"})
     stream = nrl.batched(nrl.rollouts(Instant(), env, tasks, n=8), prompts)  # type: ignore[arg-type]
     rates = []
     with collector_spared():  # as in a run

@@ -297,8 +297,8 @@ def nrl_worker(cfg: dict[str, Any]) -> None:
     from nrl import data
     from nrl.algos import advantages, grpo_loss
     from nrl.backends import Model, Sampling, adamw, fsdp, hf
+    from nrl.data import Source
     from nrl.envs import single_turn
-    from nrl.stream import Source
 
     torch.set_num_threads(cfg["threads"])
     clock = Clock()

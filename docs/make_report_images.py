@@ -12,7 +12,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from nrl.runs.reporting import report
+from nrl.run.reporting import report
 
 WIDTH = 1200  # pixels
 

@@ -9,7 +9,7 @@ import nrl
 from nrl import Layout, config, tiny
 from nrl.algos import advantages, check_mismatch, dapo_loss, overlong_penalty, sft_loss
 from nrl.backends import SAMPLERS, TRAINERS, Optimizer, Sampling, Schedule, Trainer, TrainState, adamw
-from nrl.checkpoint import Checkpoints
+from nrl.run.checkpoint import Checkpoints
 
 
 @attrs.frozen

@@ -8,8 +8,8 @@ from attrs.validators import ge, gt
 import nrl
 from nrl import Layout, algos, config, tiny
 from nrl.backends import SAMPLERS, TRAINERS, Optimizer, Sampling, Schedule, Trainer, TrainState, adamw
-from nrl.checkpoint import Checkpoints
 from nrl.errors import ConfigError
+from nrl.run.checkpoint import Checkpoints
 
 EMBEDDED = adamw(lr=1e-3, schedule=Schedule("linear", steps=150, floor=0.1))
 

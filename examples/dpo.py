@@ -12,7 +12,7 @@ from nrl import Layout, config, data, tiny
 from nrl.algos import dpo_loss
 from nrl.backends import TRAINERS, Optimizer, Schedule, adamw, load_tokenizer
 from nrl.batch import Batch
-from nrl.checkpoint import Checkpoints
+from nrl.run.checkpoint import Checkpoints
 
 
 @attrs.frozen

@@ -9,9 +9,9 @@ import nrl
 from nrl import Layout, algos, config, data, tiny
 from nrl.algos import advantages, check_mismatch, clip, policy_loss, sft_loss
 from nrl.backends import SAMPLERS, TRAINERS, Optimizer, Sampler, Sampling, Schedule, Trainer, TrainState, adamw
-from nrl.checkpoint import Checkpoints
 from nrl.envs.shipped import Environments
-from nrl.runs import Run
+from nrl.run import Run
+from nrl.run.checkpoint import Checkpoints
 
 BEST = Checkpoints(best="eval/reward")
 EMBEDDED = adamw(lr=7e-4, betas=(0.9, 0.95), schedule=Schedule("linear", steps=300, floor=0.1))
@@ -65,7 +65,7 @@ def warm_up(cfg: Config, run: Run, trainer: Trainer, envs: Environments, tokeniz
     return nrl.fit(run, "warmup", trainer, sft_loss, stream, cfg.warmup)
 
 
-def evaluate(cfg: Config, envs: Environments, sampler: Sampler, i: int) -> nrl.reduce.Metrics:
+def evaluate(cfg: Config, envs: Environments, sampler: Sampler, i: int) -> nrl.batch.metrics.Metrics:
     """The mean reward of the most probable answers to another draw of prompts, now and then and after the last step."""
     if cfg.eval_data is None or ((i + 1) % cfg.evaluate_every and i + 1 != cfg.steps):
         return {}

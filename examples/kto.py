@@ -11,7 +11,7 @@ from nrl import Layout, config, data, tiny
 from nrl.algos import kto_loss, mismatched, reference_point
 from nrl.backends import TRAINERS, Optimizer, Params, Schedule, adamw, load_tokenizer
 from nrl.batch import Batch
-from nrl.checkpoint import Checkpoints
+from nrl.run.checkpoint import Checkpoints
 
 
 @attrs.frozen

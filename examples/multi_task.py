@@ -10,7 +10,7 @@ import nrl
 from nrl import Layout, config, data, tiny
 from nrl.algos import advantages, check_mismatch, grpo_loss, sft_loss
 from nrl.backends import SAMPLERS, TRAINERS, Optimizer, Sampling, Schedule, Trainer, TrainState, adamw
-from nrl.checkpoint import Checkpoints
+from nrl.run.checkpoint import Checkpoints
 
 
 @attrs.frozen

@@ -8,7 +8,7 @@ from attrs.validators import ge, gt, le
 import nrl
 from nrl import Layout, algos, config, tiny
 from nrl.backends import SAMPLERS, TRAINERS, Optimizer, Sampling, Schedule, Trainer, TrainState, adamw
-from nrl.checkpoint import Checkpoints
+from nrl.run.checkpoint import Checkpoints
 
 
 @attrs.frozen

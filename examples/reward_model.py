@@ -10,7 +10,7 @@ import nrl
 from nrl import Layout, config, data, tiny
 from nrl.algos import bradley_terry_loss
 from nrl.backends import TRAINERS, Optimizer, Schedule, adamw, load_tokenizer
-from nrl.checkpoint import Checkpoints
+from nrl.run.checkpoint import Checkpoints
 
 
 @attrs.frozen

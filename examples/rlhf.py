@@ -11,9 +11,9 @@ from attrs.validators import ge, gt
 import nrl
 from nrl import Layout, algos, config, data, tiny
 from nrl.backends import SAMPLERS, TRAINERS, Optimizer, Sampling, Trainer, TrainState, adamw, load_tokenizer
-from nrl.checkpoint import Checkpoints
 from nrl.envs import Environment, Step, Task, Trace, Turn, number, single_turn
 from nrl.errors import ConfigError
+from nrl.run.checkpoint import Checkpoints
 
 
 @attrs.frozen

@@ -11,7 +11,7 @@ import nrl
 from nrl import Layout, config, data, tiny
 from nrl.algos import sft_loss
 from nrl.backends import TRAINERS, Optimizer, Schedule, adamw, load_tokenizer
-from nrl.checkpoint import Checkpoints
+from nrl.run.checkpoint import Checkpoints
 
 
 @attrs.frozen

@@ -13,12 +13,13 @@ Write algorithms from pure functions over immutable batches; the runtime maps th
 from typing import TYPE_CHECKING
 
 import nrl.imports  # noqa: F401  # what it does has to be done before tensordict is imported
-from nrl.lazy import on_demand
+from nrl._lazy import on_demand
 
 if TYPE_CHECKING:
     from nrl.backends import Model, Sampling, adamw, evaluate, publish
     from nrl.batch import Batch, assign, concatenate, lengths, microbatches, minibatches, pad, require, shard
     from nrl.batch.columns import COLUMNS, declare
+    from nrl.batch.metrics import Ess, Max, Mean, Metrics, Min, Sum, finalize, merge, prefixed, without
     from nrl.batch.packed_rows import Rectangles, Sequences
     from nrl.batch.packing import pack, packed, unpack
     from nrl.envs.endpoint.driven import driven
@@ -30,16 +31,19 @@ if TYPE_CHECKING:
     from nrl.envs.reasoning.tasks import reasoning_gym
     from nrl.envs.scoring import reward_model, scored_by
     from nrl.envs.shipped import environments
-    from nrl.episodes import rollout, rollouts, run_episode
-    from nrl.episodes.grades import Graded, grade, measure
-    from nrl.episodes.sample_records import samples
-    from nrl.episodes.schedules import cut, oversample, partial, refill
-    from nrl.episodes.summaries import per_source, summary
-    from nrl.reduce import Ess, Max, Mean, Metrics, Min, Sum, finalize, merge, prefixed, without
-    from nrl.runs import run
-    from nrl.runs.exits import launch
-    from nrl.runs.retries import retrying
-    from nrl.runs.training_loop import fit, minibatched
+    from nrl.rollout.episode import run_episode
+    from nrl.rollout.evaluate import Graded, grade, measure
+    from nrl.rollout.prefetch import ahead
+    from nrl.rollout.rollout_batch import rollout
+    from nrl.rollout.rollout_stream import rollouts
+    from nrl.rollout.sample_records import samples
+    from nrl.rollout.schedules import cut, oversample, partial, refill
+    from nrl.rollout.summaries import per_source, summary
+    from nrl.rollout.transforms import batched, drop_uniform, filtered, fresh
+    from nrl.run.exit_codes import launch
+    from nrl.run.retries import retrying
+    from nrl.run.run import run
+    from nrl.run.training_loop import fit, minibatched
     from nrl.runtime import (
         Executable,
         Layout,
@@ -53,7 +57,6 @@ if TYPE_CHECKING:
         resident,
         shard_map,
     )
-    from nrl.stream import ahead, batched, drop_uniform, filtered, fresh
 else:
     __getattr__, __dir__ = on_demand(__name__)
 

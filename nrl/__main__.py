@@ -2,7 +2,7 @@
 
 import sys
 
-from nrl.command.cli import main
+from nrl.cli.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

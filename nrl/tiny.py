@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nrl.backends.base import Model
 from nrl.backends.models.loading import build, load_tokenizer, save_model
+from nrl.backends.types import Model
 from nrl.errors import DataError, ModelError
 
 __all__ = ["ALPHABET", "CHATML", "bpe", "model", "model_or", "save", "sums", "tokenizer"]
@@ -192,11 +192,12 @@ def sums(n: int, seed: int = 0) -> Any:
     >>> len(batch), bool(batch["loss_mask"].any(-1).all())
     (4, True)
     """
-    from nrl import data, stream
+    from nrl import data
+    from nrl.rollout.transforms import batched
 
     characters = _characters()
     collate = partial(data.supervised, tokenizer=characters)
-    return stream.batched(data.tasks("arithmetic", seed=seed), n, collate=collate)
+    return batched(data.tasks("arithmetic", seed=seed), n, collate=collate)
 
 
 def save(model: Model, folder: str | Path) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nrl.plan.fake_cuda import SLOTS
+from nrl.ops.plan.fake_cuda import SLOTS
 
 __all__ = ["faked"]
 

@@ -10,11 +10,12 @@ import torch
 from tensordict import TensorDict
 
 import nrl
-from nrl import checkpoint, data, tiny
+from nrl import data, tiny
 from nrl.algos import advantages, grpo_loss
 from nrl.backends import Sampling, adamw, fsdp, hf
 from nrl.batch import Batch
 from nrl.envs import Environment, Step, Task
+from nrl.run import checkpoint
 from nrl.runtime import Cluster, Slots
 
 pytestmark = pytest.mark.ray

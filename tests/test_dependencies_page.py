@@ -25,7 +25,7 @@ PACKAGES = (
 COMMAND = """#!{python}
 import sys
 sys.prefix = {prefix!r}
-from nrl.command.cli import main
+from nrl.cli.cli import main
 sys.exit(main())
 """
 

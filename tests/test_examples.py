@@ -19,7 +19,7 @@ import yaml
 import nrl
 from nrl import Layout, config, tiny
 from nrl.backends import TRAINERS, Model, Optimizer, adamw
-from nrl.command.cli import main as command_line
+from nrl.cli.cli import main as command_line
 from nrl.data import read_jsonl
 from nrl.errors import ConfigError, DataError, ModelError, NrlError, RolloutMismatch
 from nrl.runtime import Slots

@@ -19,6 +19,7 @@ import nrl
 from nrl import algos, data, tiny
 from nrl.algos import sft_loss, token_mean
 from nrl.backends import Group, Model, Schedule, adamw, fsdp, hf, megatron, muon, openai, own, sgd, vllm
+from nrl.data import counting
 from nrl.envs import exact, single_turn
 from nrl.errors import (
     ArgumentError,
@@ -34,7 +35,6 @@ from nrl.errors import (
     NrlError,
 )
 from nrl.runtime import Layout
-from nrl.stream import counting
 
 type Made = SimpleNamespace
 type Mistake = Callable[[Made], object]
@@ -179,7 +179,7 @@ RECORDS: list[tuple[Mistake, str, str]] = [
 ]
 
 STREAMS: list[tuple[Mistake, str, str]] = [
-    (lambda made: nrl.batched([1, 2, 3], 2), "stream", "nrl.stream.counting(items.__getitem__)"),
+    (lambda made: nrl.batched([1, 2, 3], 2), "stream", "nrl.data.counting(items.__getitem__)"),
     (lambda made: nrl.batched(counting(), "2"), "n", "give a whole number, without quotes"),
     (lambda made: nrl.batched(counting(), 2, collate=5), "collate", "give a function"),
     (lambda made: nrl.ahead([1, 2], 1), "stream", "give a stream"),

@@ -6,7 +6,7 @@ import pytest
 
 from nrl.errors import ConfigError
 from nrl.flags import flag
-from nrl.runtime.executables.locks import rebuild_forced
+from nrl.runtime.venvs.locks import rebuild_forced
 
 ROOT = Path(__file__).parents[1]
 FLAGS = {"NRL_DEBUG", "NRL_FORCE_REBUILD_VENVS", "NRL_TRACEBACK"}

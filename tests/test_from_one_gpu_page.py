@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from nrl import config
-from nrl.command.cli import main
-from nrl.command.planned_programs import of_program
+from nrl.cli.cli import main
+from nrl.ops.plan.programs import of_program
 from tests.test_docs import FENCE, ROOT
 
 PAGE = ROOT / "docs" / "from_one_gpu_to_many.md"

@@ -12,15 +12,23 @@ import torch
 
 from nrl.errors import ArgumentError
 
-PACKAGES = ("nrl", "nrl.backends", "nrl.checkpoint", "nrl.envs", "nrl.runtime", "nrl.plan.gpus", "nrl.plan.driven")
+PACKAGES = (
+    "nrl",
+    "nrl.backends",
+    "nrl.run.checkpoint",
+    "nrl.envs",
+    "nrl.runtime",
+    "nrl.ops.plan.gpus",
+    "nrl.ops.plan.simulate",
+)
 COMMANDS = (
-    "nrl.command.deploy.kubernetes",
-    "nrl.command.deploy.slurm",
-    "nrl.command.doctor",
-    "nrl.command.evaluation_settings",
-    "nrl.command.gym.audit",
-    "nrl.command.planning",
-    "nrl.command.serving",
+    "nrl.ops.deploy.kubernetes",
+    "nrl.ops.deploy.slurm",
+    "nrl.ops.doctor.cli",
+    "nrl.cli.evaluation_settings",
+    "nrl.gym.cli.audit",
+    "nrl.ops.plan.cli",
+    "nrl.cli.serve",
 )
 RESULTS = {"Environment", "Episode", "Graded", "Mesh", "Process", "Slots", "Trace", "Trainer"}
 """What nrl makes, and users do not."""

@@ -13,8 +13,8 @@ import torch
 from benchmarks import _gpu, gpu
 from benchmarks._gpu import Device, Report
 from benchmarks._gpu_steps import Steps, differences, plain
-from nrl.plan.driven import Step, rows
-from nrl.plan.gpus import GPUS
+from nrl.ops.plan.gpus import GPUS
+from nrl.ops.plan.simulate import Step, rows
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")

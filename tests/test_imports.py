@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import nrl
-import nrl.runs
+import nrl.run
 import nrl.runtime
 from nrl import imports
 from nrl.envs import Trace
@@ -103,7 +103,7 @@ def test_a_module_is_run_in_another_way_once(tmp_path: Path, monkeypatch: pytest
 
 LIGHT = [
     "import nrl; dir(nrl)",
-    "import nrl.envs, nrl.runs, nrl.runtime",
+    "import nrl.envs, nrl.run, nrl.runtime",
     "import nrl; nrl.pooled(nrl.envs.exact); nrl.math_verifier(); nrl.judge; nrl.reasoning_gym(); nrl.envs.limited",
     "import nrl; nrl.environments('math')",
     "import nrl; nrl.environments({'python': 1, 'tic_tac_toe': {}, 'code': 2, 'short_answer': 1, 'constraints': {}})",
@@ -120,7 +120,7 @@ def test_what_works_without_tensors_loads_no_torch(statement: str) -> None:
 def test_the_command_loads_what_it_needs(arguments: list[str]) -> None:
     program = f"""
 from contextlib import suppress
-from nrl.command.cli import main
+from nrl.cli.cli import main
 with suppress(SystemExit):
     main({arguments})
 """
@@ -130,7 +130,7 @@ with suppress(SystemExit):
 @pytest.mark.parametrize("arguments", [["eval", "model=m", "env=numbr"], ["gym", "test", "numbr"]])
 def test_a_name_that_is_not_there_is_told_before_torch_is_imported(arguments: list[str]) -> None:
     program = f"""
-from nrl.command.cli import main
+from nrl.cli.cli import main
 assert main({arguments}) == 2
 """
     assert loaded_by(program, HEAVY | TORCH) == {}
@@ -159,7 +159,7 @@ def test_a_worker_of_a_pool_loads_torch_with_its_first_tensor(given: str, monkey
     assert calls == ([59, start, 59, 59] if given == "a tensor" else [59, 59, 59])
 
 
-@pytest.mark.parametrize("package", [nrl, nrl.runs, nrl.runtime])
+@pytest.mark.parametrize("package", [nrl, nrl.run, nrl.runtime])
 def test_all_names_of_a_package_are_there(package: Any) -> None:
     assert {*package.__all__, "__doc__", "__path__"} <= set(dir(package))
     assert all(getattr(package, name) is getattr(package, name) for name in package.__all__)

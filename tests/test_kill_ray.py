@@ -22,10 +22,10 @@ import nrl
 from nrl import data, tiny
 from nrl.algos import advantages, grpo_loss, sft_loss
 from nrl.backends import Sampling, adamw, fsdp, hf
-from nrl.checkpoint import Checkpoints
+from nrl.batch.metrics import Max, Metrics, Min
 from nrl.envs import Task, Trace, single_turn
 from nrl.errors import LostActor
-from nrl.reduce import Max, Metrics, Min
+from nrl.run.checkpoint import Checkpoints
 from nrl.runtime import Cluster, Future, Mesh, P, shard_map
 from tests.children import server
 from tests.jsonlines import untimed

@@ -72,26 +72,26 @@ ON_THEIR_OWN = {f"nrl.backends.megatron.{name}": "megatron" for name in _MEGATRO
 """Modules that subclass what a heavy package has. They alone import it as they are; others import them in functions."""
 LIGHT = (
     *(
-        "nrl.command.cli",
-        "nrl.command.evaluation_settings",
-        "nrl.command.gym",
+        "nrl.cli.cli",
+        "nrl.cli.evaluation_settings",
+        "nrl.gym.cli",
         "nrl.config",
         "nrl.envs",
         "nrl.errors",
         "nrl.files",
         "nrl.log",
-        "nrl.runs.exits",
+        "nrl.run.exit_codes",
     ),
     *(
-        "nrl.runtime.executables",
+        "nrl.runtime.venvs",
         "nrl.runtime.node",
         "nrl.runtime.ports",
         "nrl.runtime.preemption",
-        "nrl.runtime.restarts",
+        "nrl.runtime.restart_state",
         "nrl.runtime.threads",
     ),
 )
-NOT_LIGHT = ("nrl.command.gym.playing", "nrl.envs.pools.meshes", "nrl.envs.scoring")
+NOT_LIGHT = ("nrl.gym.cli.env_fuzz", "nrl.envs.pools.meshes", "nrl.envs.scoring")
 """What starts in a fraction of a second: an environment, a worker of a pool, the command; torch takes seconds."""
 OUTSIDE = frozenset({"benchmarks", "examples", "tests"})
 
@@ -213,19 +213,19 @@ def test_the_package_keeps_to_its_layers() -> None:
     [
         ({"nrl.batch": "def f():\n    from nrl.algos.losses import g"}, "nrl.batch:2: batch is below algos"),
         ({"nrl.algos.x": "from nrl import runtime", "nrl.runtime": ""}, "nrl.algos.x:1: algos is below runtime"),
-        ({"nrl.runs": "import nrl"}, "nrl.runs:1: runs is below nrl, which it imports"),
+        ({"nrl.run": "import nrl"}, "nrl.run:1: runs is below nrl, which it imports"),
         ({"nrl.attic": ""}, "nrl.attic: no layer is given"),
         ({"nrl.batch": "from .errors import E"}, "nrl.batch:1: relative import"),
         (
-            {"nrl.command.cli": "def f():\n    import examples.grpo"},
-            "nrl.command.cli:2: nothing in nrl imports examples",
+            {"nrl.cli.cli": "def f():\n    import examples.grpo"},
+            "nrl.cli.cli:2: nothing in nrl imports examples",
         ),
         ({"nrl.data": "def f():\n    import ray"}, "nrl.data:2: ray is imported only in nrl.runtime"),
         ({"nrl.log": "import wandb"}, "nrl.log:1: wandb is imported at module level"),
-        ({"nrl.backends.megatron.stages": "import ray"}, "nrl.backends.megatron.stages:1: ray is imported"),
+        ({"nrl.backends.megatron.pipeline": "import ray"}, "nrl.backends.megatron.pipeline:1: ray is imported"),
         (
-            {"nrl.backends.megatron": "import nrl.backends.megatron.stages", "nrl.backends.megatron.stages": ""},
-            "nrl.backends.megatron:1: nrl.backends.megatron.stages imports megatron; import it in",
+            {"nrl.backends.megatron": "import nrl.backends.megatron.pipeline", "nrl.backends.megatron.pipeline": ""},
+            "nrl.backends.megatron:1: nrl.backends.megatron.pipeline imports megatron; import it in",
         ),
         (
             {"nrl.data": "try:\n    from datasets import load\nexcept E: ..."},
@@ -252,17 +252,17 @@ def test_the_checker_finds(files: dict[str, str], message: str) -> None:
     "files",
     [
         {"nrl.batch": "import torch\nfrom nrl.errors import BatchError"},
-        {"nrl": "from nrl import batch\nfrom nrl.runs import run", "nrl.batch": ""},
+        {"nrl": "from nrl import batch\nfrom nrl.run import run", "nrl.batch": ""},
         {"nrl.data": "if typing.TYPE_CHECKING:\n    from transformers import PreTrainedConfig"},
         {"nrl.runtime.cluster": "async def f():\n    import ray.util"},
         {
             "nrl.backends.fsdp": "from nrl.backends.fsdp import rank",
-            "nrl.backends.fsdp.rank": "import nrl.backends.base",
+            "nrl.backends.fsdp.rank": "import nrl.backends.types",
         },
-        {"nrl.batch": "if TYPE_CHECKING:\n    import nrl.reduce", "nrl.reduce": "import nrl.batch"},
+        {"nrl.batch": "if TYPE_CHECKING:\n    import nrl.batch.metrics", "nrl.batch.metrics": "import nrl.batch"},
         {
-            "nrl.backends.megatron": "def f():\n    from nrl.backends.megatron.stages import build",
-            "nrl.backends.megatron.stages": "import megatron.core",
+            "nrl.backends.megatron": "def f():\n    from nrl.backends.megatron.pipeline import build",
+            "nrl.backends.megatron.pipeline": "import megatron.core",
         },
     ],
 )

@@ -10,8 +10,8 @@ import pytest
 from examples import grpo, ppo, sft
 from nrl import Layout, tiny
 from nrl.backends import adamw
-from nrl.checkpoint import Checkpoints
 from nrl.data import read_jsonl
+from nrl.run.checkpoint import Checkpoints
 from nrl.runtime import Cluster
 from tests.children import child, server
 from tests.jsonlines import lines, untimed

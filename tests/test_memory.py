@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from examples import grpo
-from nrl.runs import Run
+from nrl.run import Run
 
 ROOT = Path(__file__).parents[1]
 LEAST = 2.0  # MB a 100 steps that count as growth
 WATCHED = """
 import json, os, sys
 from examples import grpo
-from nrl.runs import Run
+from nrl.run import Run
 
 log, samples = Run.log, []
 

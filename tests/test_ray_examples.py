@@ -15,8 +15,8 @@ from nrl import tiny
 from nrl.algos import advantages, from_rewards, grpo_loss
 from nrl.backends import Model, Sampling, adamw, fsdp, hf, load_tokenizer
 from nrl.batch import Batch
+from nrl.batch.metrics import finalize
 from nrl.envs import number, single_turn
-from nrl.reduce import finalize
 from nrl.runtime import Cluster, P, process, shard_map
 from tests.jsonlines import lines
 from tests.replays import assert_replayed, balances, played, taught

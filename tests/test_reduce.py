@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nrl.reduce import Ess, Max, Mean, Metrics, Min, Sum, finalize, merge
+from nrl.batch.metrics import Ess, Max, Mean, Metrics, Min, Sum, finalize, merge
 
 quick = settings(max_examples=60)
 

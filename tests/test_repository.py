@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nrl.runtime.node.environments import DISTRIBUTION
+from nrl.runtime.venvs.environments import DISTRIBUTION
 
 ROOT = Path(__file__).parents[1]
 

@@ -21,10 +21,10 @@ from nrl.algos import (
 )
 from nrl.backends import Model, adamw, fsdp, hf
 from nrl.batch import Batch
-from nrl.checkpoint import Checkpoints
+from nrl.batch.metrics import finalize
 from nrl.envs import number, single_turn
 from nrl.errors import ConfigError
-from nrl.reduce import finalize
+from nrl.run.checkpoint import Checkpoints
 from tests.jsonlines import lines
 from tests.test_examples import load
 

@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nrl import ahead, batched, drop_uniform, filtered, fresh
 from nrl.batch import Batch, concatenate
+from nrl.data import Source, Stream, counting
 from nrl.errors import DataError, MissingColumn, NotFinite
-from nrl.stream import Source, Stream, ahead, batched, counting, drop_uniform, filtered, fresh
 
 quick = settings(max_examples=60)
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from nrl import tiny
-from nrl.backends.base import Model
 from nrl.backends.models.loading import build, load_tokenizer
+from nrl.backends.types import Model
 from nrl.envs.tools import parse
 from nrl.errors import DataError, ModelError
 

@@ -13,7 +13,7 @@ import pytest
 import nrl
 from nrl import tiny
 from nrl.backends import hf, load_tokenizer
-from nrl.backends.base import Model
+from nrl.backends.types import Model
 from nrl.envs import Trace, Turn
 from nrl.envs.tools import ToolCall, call
 from tests.chat_tokenizers import tokenizer

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from nrl.backends import Params, TrainState
-from nrl.backends.base import Bucket
-from nrl.backends.models.pieces import whole
+from nrl.backends.models.shards import whole
+from nrl.backends.types import Bucket
 
 __all__ = ["assert_close", "assert_equal", "bucket_of", "weights"]
 

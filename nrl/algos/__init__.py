@@ -4,6 +4,14 @@ Shaping and estimators make advantages; ratios, surrogates, divergences, correct
 """
 
 from nrl.algos.aggregate import Aggregate, seq_mean, seq_sum, token_mean
+from nrl.algos.answer_scores import (
+    Score,
+    implicit_reward,
+    log_likelihood,
+    log_odds,
+    mean_implicit_reward,
+    mean_log_likelihood,
+)
 from nrl.algos.baselines import gdpo, greedy_baseline, optimal_baseline
 from nrl.algos.corrections import Correction, icepop, importance_mask, sequence_mask, sequence_truncate, times, truncate
 from nrl.algos.critics import explained_variance, value_loss
@@ -44,7 +52,7 @@ from nrl.algos.groups import (
     per_group,
 )
 from nrl.algos.kl_rewards import penalized_rewards, sampled_logprobs, token_rewards
-from nrl.algos.links import Link, hinge, log_sigmoid, robust_log_sigmoid, squared
+from nrl.algos.link_functions import Link, hinge, log_sigmoid, robust_log_sigmoid, squared
 from nrl.algos.loss_contract import (
     LogitsOutput,
     Loss,
@@ -77,9 +85,9 @@ from nrl.algos.losses import (
     vespo_loss,
 )
 from nrl.algos.masking import masked, masked_column
-from nrl.algos.measures import majority, pass_at_k
 from nrl.algos.mismatch import check_mismatch, mismatch_metrics
-from nrl.algos.pairs import chosen_nll, preference_loss
+from nrl.algos.pairwise import chosen_nll, preference_loss
+from nrl.algos.pass_at_k import majority, pass_at_k
 from nrl.algos.preferences import (
     cdpo_loss,
     cpo_loss,
@@ -105,8 +113,6 @@ from nrl.algos.ratios import (
 )
 from nrl.algos.returns import discounted_returns, gae, whiten
 from nrl.algos.reward_models import bradley_terry_loss, reward_model_loss
-from nrl.algos.scores import Score, implicit_reward, log_likelihood, log_odds, mean_implicit_reward, mean_log_likelihood
-from nrl.algos.selections import Selection, opsm
 from nrl.algos.shaping import (
     Shaping,
     clip_rewards,
@@ -122,6 +128,7 @@ from nrl.algos.shaping import (
 )
 from nrl.algos.supervised import sft_loss, weighted_sft_loss
 from nrl.algos.surrogates import Surrogate, cispo, clip, dppo, reinforce, sapo, vespo
+from nrl.algos.token_filters import Selection, opsm
 from nrl.algos.unpaired import kto_loss, mismatched, reference_point
 
 __all__ = [

@@ -10,7 +10,7 @@ from torch import Tensor
 from nrl.algos.aggregate import Aggregate
 from nrl.algos.loss_contract import episode_shares
 from nrl.batch import Batch
-from nrl.reduce import Max, Mean
+from nrl.batch.metrics import Max, Mean
 
 __all__ = ["aggregated", "row_means", "token_max"]
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from nrl.algos.loss_contract import by_episode
 from nrl.algos.masking import masked
 from nrl.arguments import checked
+from nrl.batch.metrics import Mean
 from nrl.errors import ArgumentError, BatchError
-from nrl.reduce import Mean
 
 __all__ = ["Aggregate", "seq_mean", "seq_sum", "token_mean"]
 

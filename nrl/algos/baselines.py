@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nrl.algos._rows import check_finite, episodes, row_rewards
+from nrl.algos._episodes import check_finite, episodes, row_rewards
 from nrl.algos.estimators import Estimator
 from nrl.algos.groups import group_center, group_normalize
 from nrl.arguments import checked

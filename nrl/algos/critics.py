@@ -10,7 +10,7 @@ from nrl.algos.loss_contract import MeanLoss, named, needs
 from nrl.algos.masking import masked, masked_column
 from nrl.arguments import checked
 from nrl.batch import Batch, require
-from nrl.reduce import Mean, Metrics
+from nrl.batch.metrics import Mean, Metrics
 
 __all__ = ["explained_variance", "value_loss"]
 

@@ -18,8 +18,8 @@ from nrl.algos.loss_contract import MeanLoss, logprobs_at, name_of, named, needs
 from nrl.algos.masking import masked
 from nrl.arguments import checked
 from nrl.batch import Batch, require
+from nrl.batch.metrics import Mean, Metrics
 from nrl.errors import ArgumentError, BatchError
-from nrl.reduce import Mean, Metrics
 
 __all__ = ["Distance", "distillation_loss", "forward_kl", "jsd", "reverse_kl", "with_tail"]
 

@@ -5,7 +5,7 @@ from tensordict import TensorDict
 from nrl.algos.aggregate import token_mean
 from nrl.algos.loss_contract import needs
 from nrl.batch import Batch, require
-from nrl.reduce import Mean, Metrics
+from nrl.batch.metrics import Mean, Metrics
 
 __all__ = ["entropy_loss"]
 

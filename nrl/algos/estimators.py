@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nrl.algos._arguments import check_numbers, in_unit_interval, weighted
-from nrl.algos._rows import check_finite, episodes, over_episodes, row_rewards, trained_tokens
+from nrl.algos._episodes import check_finite, episodes, over_episodes, row_rewards, trained_tokens
 from nrl.algos.groups import GroupFunction, group_normalize
 from nrl.algos.kl_rewards import sampled_logprobs
 from nrl.algos.loss_contract import name_of

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from nrl.algos._rows import check_finite, episodes, over_episodes, row_rewards, trained_tokens
+from nrl.algos._episodes import check_finite, episodes, over_episodes, row_rewards, trained_tokens
 from nrl.algos.divergences import Penalty
 from nrl.algos.masking import masked
 from nrl.batch import Batch, assign, require

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from nrl.algos._arguments import weighted
 from nrl.batch import Batch, require
+from nrl.batch.metrics import Mean, Metrics
 from nrl.errors import ArgumentError
-from nrl.reduce import Mean, Metrics
 
 __all__ = [
     "LogitsOutput",

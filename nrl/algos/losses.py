@@ -22,12 +22,12 @@ from nrl.algos.ratios import (
     sequence_ratio,
     token_ratio,
 )
-from nrl.algos.selections import Selection
 from nrl.algos.surrogates import Surrogate, cispo, clip, dppo, reinforce, sapo, vespo
+from nrl.algos.token_filters import Selection
 from nrl.arguments import checked, described
 from nrl.batch import Batch
+from nrl.batch.metrics import Mean, Metrics
 from nrl.errors import ArgumentError
-from nrl.reduce import Mean, Metrics
 
 __all__ = [
     "cispo_loss",

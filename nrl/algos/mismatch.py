@@ -15,8 +15,8 @@ from nrl.algos._reductions import token_max
 from nrl.algos.aggregate import token_mean
 from nrl.algos.masking import masked
 from nrl.batch import Batch
+from nrl.batch.metrics import Ess, Metrics
 from nrl.errors import ArgumentError, ConfigError, RolloutMismatch
-from nrl.reduce import Ess, Metrics
 
 __all__ = ["check_mismatch", "mismatch_metrics"]
 
@@ -54,9 +54,9 @@ def mismatch_metrics(out: TensorDict | Mapping[str, Tensor], batch: Batch) -> Me
         BatchError: the shapes differ.
 
     Source: J. Schulman, Approximating KL divergence, http://joschu.net/blog/kl-approx.html, k3 with p = π_θ and
-    q = π_rollout; the effective sample size: `nrl.reduce.Ess`.
+    q = π_rollout; the effective sample size: `nrl.batch.metrics.Ess`.
 
-    >>> from nrl.reduce import finalize
+    >>> from nrl.batch.metrics import finalize
     >>> mask = torch.tensor([[False, True, True]])
     >>> rollout = torch.tensor([[0.0, -1.0, -2.0]])
     >>> batch = Batch({"loss_mask": mask, "rollout_logprobs": rollout}, batch_size=[1])

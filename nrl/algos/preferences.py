@@ -5,10 +5,17 @@ Each is a `preference_loss`, or the sum of one and supervised fine-tuning on the
 
 from nrl.algos._arguments import not_negative, positive, smoothing_below_half
 from nrl.algos.aggregate import Aggregate, seq_mean, token_mean
-from nrl.algos.links import Link, hinge, log_sigmoid, robust_log_sigmoid, squared
+from nrl.algos.answer_scores import (
+    Score,
+    implicit_reward,
+    log_likelihood,
+    log_odds,
+    mean_implicit_reward,
+    mean_log_likelihood,
+)
+from nrl.algos.link_functions import Link, hinge, log_sigmoid, robust_log_sigmoid, squared
 from nrl.algos.loss_contract import Loss, MeanLoss, add, named
-from nrl.algos.pairs import chosen_nll, preference_loss
-from nrl.algos.scores import Score, implicit_reward, log_likelihood, log_odds, mean_implicit_reward, mean_log_likelihood
+from nrl.algos.pairwise import chosen_nll, preference_loss
 from nrl.arguments import checked
 
 __all__ = [

@@ -5,13 +5,13 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from nrl.algos._arguments import not_negative
-from nrl.algos._compared import compared, counted_pairs
+from nrl.algos._pairwise import compared, counted_pairs
 from nrl.algos.loss_contract import MeanLoss, name_of, named, needs
 from nrl.algos.masking import masked
 from nrl.arguments import checked
 from nrl.batch import Batch
+from nrl.batch.metrics import Mean, Metrics
 from nrl.errors import BatchError
-from nrl.reduce import Mean, Metrics
 
 __all__ = ["bradley_terry_loss", "reward_model_loss"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nrl.algos._arguments import in_unit_interval, not_negative
-from nrl.algos._rows import check_finite, episodes, row_rewards, trained_tokens, valid_rows
+from nrl.algos._episodes import check_finite, episodes, row_rewards, trained_tokens, valid_rows
 from nrl.algos.masking import masked
 from nrl.arguments import checked
 from nrl.batch import Batch, assign, require

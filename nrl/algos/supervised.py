@@ -5,7 +5,7 @@ from tensordict import TensorDict
 from nrl.algos.aggregate import token_mean
 from nrl.algos.masking import masked
 from nrl.batch import Batch, require
-from nrl.reduce import Mean, Metrics
+from nrl.batch.metrics import Mean, Metrics
 
 __all__ = ["sft_loss", "weighted_sft_loss"]
 

@@ -19,8 +19,8 @@ from nrl.algos.loss_contract import MeanLoss, named
 from nrl.algos.masking import masked, masked_column
 from nrl.arguments import checked
 from nrl.batch import Batch, assign, lengths, require
+from nrl.batch.metrics import Mean, Metrics
 from nrl.errors import BatchError
-from nrl.reduce import Mean, Metrics
 
 __all__ = ["kto_loss", "mismatched", "reference_point"]
 

@@ -4,16 +4,16 @@ from collections.abc import Callable
 from functools import partial
 
 from nrl.backends import fsdp, hf, megatron, vllm
-from nrl.backends.base import Completion, Media, Model, Sampling
-from nrl.backends.engines import SampleEngine, TrainEngine
+from nrl.backends.engine import SampleEngine, TrainEngine
 from nrl.backends.models.loading import load_tokenizer
-from nrl.backends.publishing import publish
-from nrl.backends.samplers import Capabilities, Sampler
-from nrl.backends.training.measurement import evaluate
+from nrl.backends.sampling.base import Capabilities, Sampler
+from nrl.backends.sampling.weight_sync import publish
+from nrl.backends.training.eval_loss import evaluate
+from nrl.backends.training.lr_schedule import Schedule
 from nrl.backends.training.optimizers import Group, Optimizer, adamw, learning_rate, muon, own, sgd
-from nrl.backends.training.rates import Schedule
 from nrl.backends.training.states import Params, TrainState
 from nrl.backends.training.trainer import Trainer, TrainStep
+from nrl.backends.types import Completion, Media, Model, Sampling
 
 __all__ = [
     "SAMPLERS",

@@ -151,7 +151,7 @@ COLUMNS: dict[str, Column] = {
     "forked": Column(
         "row",
         torch.int64,
-        "rollout writes it; why a later row of an episode began: nrl.episodes.bridges.FORKS[forked].",
+        "rollout writes it; why a later row of an episode began: nrl.rollout.bridges.FORKS[forked].",
         0,
     ),
     "cut": Column("row", torch.bool, "cut writes it; true for episodes that were ended early.", False),

@@ -28,11 +28,11 @@ from typing import Any
 import attrs
 import yaml
 
-from nrl.config._typed import fields, structure
 from nrl.config._usage import usage
 from nrl.config._yaml import Problems, Word, mapping, parse, write
 from nrl.config.expansion import expand_variables
 from nrl.config.layers import Layer, explain, merged, read
+from nrl.config.structure import fields, structure
 from nrl.errors import ConfigError
 
 __all__ = ["derived", "dump", "given", "load", "option"]

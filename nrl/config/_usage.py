@@ -11,8 +11,8 @@ from typing import Any
 import attrs
 import yaml
 
-from nrl.config._typed import default_of, fields, name, sections
 from nrl.config._yaml import write
+from nrl.config.structure import default_of, fields, name, sections
 
 __all__ = ["keys", "usage"]
 

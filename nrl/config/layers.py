@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nrl.arguments import similar_name
-from nrl.config._typed import Unknown, found
 from nrl.config._usage import keys
 from nrl.config._yaml import Problems, Word, mapping, parse
+from nrl.config.structure import Unknown, found
 
 __all__ = ["Layer", "explain", "is_file_name", "merged", "read"]
 

@@ -6,11 +6,12 @@ token ids; `supervised`, `preferences` and `labelled` turn rows that have respon
 
 from typing import TYPE_CHECKING
 
-from nrl.lazy import on_demand
+from nrl._lazy import on_demand
 
 if TYPE_CHECKING:
     from nrl.data.collating import labelled, preferences, supervised
     from nrl.data.control_tokens import parse_special
+    from nrl.data.cursors import Source, Stream, counting
     from nrl.data.formats import (
         FORMATS,
         Format,
@@ -39,8 +40,11 @@ __all__ = [
     "FORMATS",
     "PROMPT_KEYS",
     "Format",
+    "Source",
+    "Stream",
     "Tasks",
     "alpaca",
+    "counting",
     "epoch",
     "gsm8k",
     "helpsteer3",

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from nrl.arguments import checked, described
+from nrl.data.cursors import Stream, counting, whole
 from nrl.data.task_streams import Tasks, tasks
 from nrl.envs.contract import Task
 from nrl.envs.references import TaskCheck
 from nrl.envs.seeds import check_not_negative
 from nrl.errors import DataError
-from nrl.stream import Stream, counting, whole
 
 __all__ = ["mixture"]
 

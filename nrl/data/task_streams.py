@@ -14,6 +14,7 @@ from nrl.arguments import checked, described
 from nrl.batch import Batch
 from nrl.data.checks import Tokenizer, exists, shown
 from nrl.data.completeness import losses
+from nrl.data.cursors import Source, counting, derived
 from nrl.data.fingerprints import Fingerprint, RowHash, check_same_rows, fingerprint_of
 from nrl.data.formats import Format
 from nrl.data.prompts import print_unread, tasks_of_row
@@ -25,8 +26,6 @@ from nrl.envs.references import TaskCheck, faults_of, report
 from nrl.envs.seeds import check_not_negative
 from nrl.errors import DataError
 from nrl.log import waiting
-from nrl.stream import Source, counting
-from nrl.stream.cursors import derived
 
 __all__ = ["GENERATED", "Tasks", "epoch", "tasks"]
 

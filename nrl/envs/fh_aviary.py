@@ -7,7 +7,7 @@ from typing import Any
 from nrl.envs.contract import Environment, Step, Task, Turn
 from nrl.envs.pools.pool import pooled
 from nrl.envs.tools import Tool
-from nrl.runtime.executables.registry import Executable
+from nrl.runtime.venvs.registry import Executable
 
 __all__ = ["fhaviary"]
 

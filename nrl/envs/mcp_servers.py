@@ -11,9 +11,9 @@ from nrl.envs.endpoint.programs import provided
 from nrl.envs.rpc_programs import RpcProgram
 from nrl.envs.tools import Tool, ToolError
 from nrl.errors import ArgumentError
-from nrl.runtime.executables.registry import Executable
-from nrl.runtime.executables.registry import executable as registered
 from nrl.runtime.threads import beside
+from nrl.runtime.venvs.registry import Executable
+from nrl.runtime.venvs.registry import executable as registered
 
 __all__ = ["mcp_tools", "result_text"]
 

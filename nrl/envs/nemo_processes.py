@@ -17,7 +17,7 @@ from typing import Any, Self
 import attrs
 
 from nrl.errors import EnvError
-from nrl.runtime.node.installer import find_uv
+from nrl.runtime.venvs.installer import find_uv
 
 __all__ = ["NEMO_GYM", "NemoServer", "NemoServers", "nemo_gym_servers"]
 

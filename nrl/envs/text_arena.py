@@ -5,7 +5,7 @@ from typing import Any
 
 from nrl.envs.contract import Environment, Step, Task, Turn
 from nrl.envs.pools.pool import pooled
-from nrl.runtime.executables.registry import Executable
+from nrl.runtime.venvs.registry import Executable
 
 __all__ = ["textarena"]
 

@@ -5,8 +5,8 @@ from nrl.log.jsonlines import JsonLines
 from nrl.log.number_text import NOISE, format_number, format_seconds, noise_limit
 from nrl.log.redaction import error_text, redact, redacted
 from nrl.log.sinks import Sink, open_sinks
+from nrl.log.slow_wait import wait_for, wait_until, waiting
 from nrl.log.terminal import Progress, duration
-from nrl.log.waits import wait_for, wait_until, waiting
 
 __all__ = [
     "NOISE",

@@ -8,17 +8,17 @@ is there.
 
 from typing import TYPE_CHECKING
 
-from nrl.lazy import on_demand
+from nrl._lazy import on_demand
 
 if TYPE_CHECKING:
     from nrl.runtime.clusters import cluster
-    from nrl.runtime.executables.registry import Executable, register
     from nrl.runtime.mesh.current_process import Process, process
     from nrl.runtime.mesh.futures import Future, done
     from nrl.runtime.mesh.handles import Handle
     from nrl.runtime.mesh.layout import Layout
     from nrl.runtime.mesh.mapping import P, donated, merged, microbatched, resident, shard_map
     from nrl.runtime.mesh.placement import Cluster, Mesh, Slots, as_mesh
+    from nrl.runtime.venvs.registry import Executable, register
 else:
     __getattr__, __dir__ = on_demand(__name__)
 

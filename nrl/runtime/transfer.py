@@ -28,7 +28,7 @@ from torch import Tensor
 
 from nrl.batch.raw import flat_bytes
 from nrl.errors import CorruptedTransfer, TransferError
-from nrl.runtime import segments
+from nrl.runtime import cuda_allocator
 from nrl.runtime.mesh.current_process import process
 from nrl.runtime.mesh.placement import Mesh
 from nrl.runtime.mesh.processes import Out
@@ -193,7 +193,7 @@ def lend(tensors: Tensors) -> Any:
     """Let processes on the same device see a copy of tensors; where one is not on a GPU, all go by value."""
     if not all(map(_lendable, tensors.values())):
         return by_value(tensors) if process().first else {}
-    with segments.fixed():
+    with cuda_allocator.fixed():
         flat = _flat(tensors)
     return _Lent(_device(), bytes(ForkingPickler.dumps(_tensors(flat, _content(tensors)))))
 

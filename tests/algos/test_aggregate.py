@@ -8,8 +8,8 @@ from torch import Tensor
 from nrl.algos import Aggregate, by_episode, episode_shares, seq_mean, seq_sum, token_mean
 from nrl.algos._reductions import aggregated
 from nrl.batch import Batch
+from nrl.batch.metrics import Mean, finalize, merge
 from nrl.errors import BatchError, MissingColumn
-from nrl.reduce import Mean, finalize, merge
 
 X = torch.tensor([[1.0, 2.0, 3.0], [8.0, 40.0, 50.0], [60.0, 70.0, 80.0]])
 MASK = torch.tensor([[True, True, True], [True, False, False], [False, False, False]])

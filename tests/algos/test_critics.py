@@ -9,8 +9,8 @@ from torch import Tensor
 
 from nrl.algos import explained_variance, seq_mean, seq_sum, value_loss
 from nrl.batch import Batch
+from nrl.batch.metrics import finalize
 from nrl.errors import MissingColumn
-from nrl.reduce import finalize
 
 MASK = torch.tensor([[False, True, True, False], [False, True, False, True]])
 

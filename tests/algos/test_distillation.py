@@ -21,8 +21,8 @@ from nrl.algos import (
 )
 from nrl.algos.distillation import Distance
 from nrl.batch import Batch
+from nrl.batch.metrics import Mean, finalize
 from nrl.errors import BatchError, MissingColumn
-from nrl.reduce import Mean, finalize
 
 STUDENT = [0.1, 0.6, 0.05, 0.25]
 TEACHER = [0.4, 0.3, 0.2, 0.1]

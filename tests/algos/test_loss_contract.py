@@ -21,8 +21,8 @@ from nrl.algos import (
     token_mean,
 )
 from nrl.batch import Batch
+from nrl.batch.metrics import Mean, Metrics, Sum, finalize
 from nrl.errors import MissingColumn
-from nrl.reduce import Mean, Metrics, Sum, finalize
 
 MASK = torch.tensor([[False, True, True], [False, True, False]])
 BATCH = Batch({"loss_mask": MASK}, batch_size=[2])

@@ -44,8 +44,8 @@ from nrl.algos import (
     vespo_loss,
 )
 from nrl.batch import Batch
+from nrl.batch.metrics import Max, Mean, finalize
 from nrl.errors import MissingColumn
-from nrl.reduce import Max, Mean, finalize
 
 COLUMNS = ("advantages", "old_logprobs", "rollout_logprobs", "ref_logprobs")
 POLICY = {

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nrl.algos import majority, pass_at_k
+from nrl.batch.metrics import Mean, Metrics, finalize, merge
 from nrl.errors import BatchError
-from nrl.reduce import Mean, Metrics, finalize, merge
 
 BITS = st.lists(st.booleans(), min_size=1, max_size=8)
 GROUPS = st.lists(BITS, min_size=1, max_size=4)

@@ -15,9 +15,9 @@ from nrl import data, tiny
 from nrl.algos import advantages, check_mismatch, grpo_loss, mismatch_metrics
 from nrl.backends import Sampler, Sampling, Trainer, TrainState, adamw, fsdp, hf, publish
 from nrl.batch import Batch
+from nrl.batch.metrics import Metrics, finalize, merge
 from nrl.envs import number, single_turn
 from nrl.errors import BatchError, ConfigError, RolloutMismatch
-from nrl.reduce import Metrics, finalize, merge
 from tests.properties.strategies import Layout, batches, hidden_rows, layouts, outputs, taken
 
 MISMATCH = ("mismatch/kl", "mismatch/ess", "mismatch/max_abs", "mismatch/chi2", "mismatch/max_ratio")

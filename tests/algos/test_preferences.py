@@ -42,10 +42,10 @@ from nrl.algos import (
     squared,
     token_mean,
 )
-from nrl.backends.training.terms import terms_of
+from nrl.backends.training.loss_terms import terms_of
 from nrl.batch import Batch, assign
+from nrl.batch.metrics import Mean, finalize
 from nrl.errors import BatchError, MissingColumn
-from nrl.reduce import Mean, finalize
 
 LOSSES: dict[str, Loss] = {
     "dpo": dpo_loss(0.3),

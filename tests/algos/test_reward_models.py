@@ -9,8 +9,8 @@ from torch import Tensor
 
 from nrl.algos import MeanLoss, bradley_terry_loss, reward_model_loss
 from nrl.batch import Batch, assign
+from nrl.batch.metrics import Mean, finalize
 from nrl.errors import BatchError, MissingColumn
-from nrl.reduce import Mean, finalize
 
 MASK = torch.tensor([[[1, 1], [1, 0]], [[1, 0], [1, 1]], [[1, 1], [0, 0]]]).bool()
 PAIRS = Batch({"loss_mask": MASK}, batch_size=[3, 2])  # the third pair has a row without a token: it does not count

@@ -6,8 +6,8 @@ from tensordict import TensorDict
 
 from nrl.algos import clip, k2, kl, opsm, policy_loss
 from nrl.batch import Batch
+from nrl.batch.metrics import finalize
 from nrl.errors import MissingColumn
-from nrl.reduce import finalize
 
 MASK = torch.tensor([[True, True, False], [True, True, True], [False, False, False]])
 ROLLOUT = torch.tensor([[-1.0, -1.0, 9.0], [-1.0, -2.0, -3.0], [0.0, 0.0, 0.0]])

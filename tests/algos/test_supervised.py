@@ -9,8 +9,8 @@ from torch import Tensor
 
 from nrl.algos import MeanLoss, on_policy_ratio, policy_loss, reinforce, sft_loss, weighted_sft_loss
 from nrl.batch import Batch, assign
+from nrl.batch.metrics import Mean
 from nrl.errors import BatchError, MissingColumn
-from nrl.reduce import Mean
 
 MASK = torch.tensor([[0, 1, 1], [0, 1, 0], [0, 0, 0]]).bool()
 LOGPROBS = torch.tensor([[0.0, -1.0, -2.0], [0.0, -4.0, 0.0], [0.0, -9.0, -9.0]])

@@ -12,8 +12,8 @@ from nrl import tiny
 from nrl.algos import kto_loss, mismatched, reference_point
 from nrl.backends import adamw, fsdp
 from nrl.batch import Batch, assign
+from nrl.batch.metrics import Mean, finalize
 from nrl.errors import BatchError, MissingColumn
-from nrl.reduce import Mean, finalize
 
 
 def call(logprobs: Tensor, batch: Batch, *numbers: float) -> tuple[Mean, dict[str, float]]:

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from nrl.algos import Loss, mismatch_metrics
 from nrl.backends import Completion, Sampling
-from nrl.backends.base import Bucket, Chunks, Piece
-from nrl.backends.models.pieces import Filling, whole
-from nrl.backends.to_save import ToSave
-from nrl.backends.training.terms import check_weights, terms_of
+from nrl.backends.models.shards import Filling, whole
+from nrl.backends.training.loss_terms import check_weights, terms_of
+from nrl.backends.training.save_plan import ToSave
+from nrl.backends.types import Bucket, Chunks, Piece
 from nrl.batch import Batch, lengths
+from nrl.batch.metrics import Metrics, Sum, merge
 from nrl.files import Folder
-from nrl.reduce import Metrics, Sum, merge
 from nrl.runtime.mesh.futures import Future, done, on_its_way
 
 __all__ = ["VOCABULARY", "Bigram", "BigramState", "Recorder"]

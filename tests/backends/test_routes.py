@@ -13,7 +13,7 @@ from nrl import tiny
 from nrl.backends import Params, Sampling, adamw, fsdp
 from nrl.backends.hf.hf_engine import HfEngine
 from nrl.backends.sampling.pool import EnginePool
-from nrl.backends.training import reading
+from nrl.backends.training import weight_stream
 from nrl.batch import Batch
 from nrl.errors import CorruptedTransfer, TransferError
 from nrl.runtime import Cluster, Mesh, P, shard_map, transfer
@@ -52,7 +52,7 @@ def engines(meshes: list[Mesh]) -> EnginePool:
 
 
 def many_buckets() -> int:
-    reading._BUCKET = 20_000
+    weight_stream._BUCKET = 20_000
     return 0
 
 

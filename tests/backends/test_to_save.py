@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from nrl.backends import to_save
-from nrl.backends.to_save import ToSave
+from nrl.backends.training import save_plan
+from nrl.backends.training.save_plan import ToSave
 from nrl.files import Written
-from nrl.plan import fake_cuda
-from nrl.plan.counting import Counting
+from nrl.ops.plan import fake_cuda
+from nrl.ops.plan.op_counter import Counting
 from tests.children import child
 from tests.faked import faked
 
@@ -21,8 +21,8 @@ from tests.faked import faked
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     spare: list[Tensor] = []
-    monkeypatch.setattr(to_save, "_CHUNK", 64)
-    monkeypatch.setattr(to_save, "_spare", spare)
+    monkeypatch.setattr(save_plan, "_CHUNK", 64)
+    monkeypatch.setattr(save_plan, "_spare", spare)
     return spare
 
 
@@ -94,7 +94,7 @@ def test_the_memory_comes_back_while_it_is_written(
         there.extend(len(small_chunks) for _ in parts)
         return Written(0, "")
 
-    monkeypatch.setattr(to_save, "write_file", writes)
+    monkeypatch.setattr(save_plan, "write_file", writes)
     held.write(tmp_path)
     assert there == [0, 1, 2, 3, 4, 5, 6]
 

@@ -11,8 +11,8 @@ import nrl
 from nrl.batch import Batch, assign, concatenate, microbatches, minibatches, pad, restore, shard, unchanged
 from nrl.batch.prefixes import media_numbers
 from nrl.batch.ragged import is_ragged, numbered, ragged, rows_of
-from nrl.checkpoint.serialization import decode, encode
 from nrl.errors import ColumnError, MutatedBatch, PlacementError
+from nrl.run.checkpoint.serialization import decode, encode
 from nrl.runtime import P, shard_map
 from nrl.runtime.ray.pickling import deserialized, serialized
 from nrl.runtime.ray.tensors import rows_serializer

@@ -16,11 +16,11 @@ import pytest
 import nrl
 from nrl import tiny
 from nrl.backends import adamw, fsdp
-from nrl.checkpoint import Checkpoints, begin_storing, checkpoints, load, newest
-from nrl.command.exporting import Export
-from nrl.command.exporting import main as export
+from nrl.cli.export import Export
+from nrl.cli.export import main as export
 from nrl.errors import CheckpointError
 from nrl.files import at, part
+from nrl.run.checkpoint import Checkpoints, begin_storing, checkpoints, load, newest
 from tests.checkpoint.test_stores import Config, Stop, all_in, same, stops_after, train
 
 

@@ -14,18 +14,18 @@ import nrl
 from nrl import Layout, tiny
 from nrl.algos import sft_loss
 from nrl.backends import TRAINERS, Trainer, TrainState, adamw, fsdp
-from nrl.backends.base import Piece
 from nrl.backends.training import storage
-from nrl.backends.training.agreement import Peers
+from nrl.backends.training.collectives import Peers
+from nrl.backends.types import Piece
 from nrl.batch import Batch
-from nrl.checkpoint import Checkpoints, best, checkpoints, load, newest, save, store
-from nrl.command.evaluation import exported
-from nrl.command.exporting import Export
-from nrl.command.exporting import main as export
+from nrl.cli.evaluation import exported
+from nrl.cli.export import Export
+from nrl.cli.export import main as export
+from nrl.data import counting
 from nrl.errors import CheckpointError, ModelError
 from nrl.files import at
+from nrl.run.checkpoint import Checkpoints, best, checkpoints, load, newest, save, store
 from nrl.runtime import Cluster
-from nrl.stream import counting
 from tests.weights import assert_equal, weights
 
 LARGE = adamw(lr=1e20, weight_decay=1e20)  # one step multiplies each weight by -1e40

@@ -19,12 +19,12 @@ import nrl
 from nrl import tiny
 from nrl.algos import sft_loss
 from nrl.backends import Trainer, adamw, fsdp
-from nrl.checkpoint import Checkpoints, checkpoints
-from nrl.command.exporting import Export
-from nrl.command.exporting import main as export
+from nrl.cli.export import Export
+from nrl.cli.export import main as export
 from nrl.errors import CheckpointError
+from nrl.run.checkpoint import Checkpoints, checkpoints
 from nrl.runtime import Cluster, Mesh
-from nrl.runtime.mesh.calling import from_all
+from nrl.runtime.mesh.rpc import from_all
 from tests.jsonlines import untimed
 from tests.meshes import end
 
@@ -80,7 +80,7 @@ def train(cfg: Config, mesh: Mesh, stop: int | None = None) -> dict[str, Tensor]
                 break
             state, metrics = step(state, batch)
             seen += torch.rand(3)
-            run.log(i, metrics, {"seen": nrl.reduce.Sum(seen.sum())})
+            run.log(i, metrics, {"seen": nrl.batch.metrics.Sum(seen.sum())})
             run.save(i, policy=state, seen=seen, stream=stream)
         trainer.export(state.params, run.out / "own")
         return dict(state.params.tensors())

@@ -26,15 +26,16 @@ from hypothesis import given, settings
 from tensordict import TensorDict
 
 import nrl
-from nrl import checkpoint, tiny
+from nrl import ahead, tiny
 from nrl.algos import sft_loss
 from nrl.backends import TrainState, adamw, fsdp, hf
 from nrl.batch import Batch
-from nrl.checkpoint import Checkpoint, Checkpoints, check, checkpoints, load, newest, save, store, verify
+from nrl.data import Source, counting
 from nrl.errors import CheckpointError, ConsumedState, ModelError
 from nrl.files import write_manifest
+from nrl.run import checkpoint
+from nrl.run.checkpoint import Checkpoint, Checkpoints, check, checkpoints, load, newest, save, store, verify
 from nrl.runtime import Slots
-from nrl.stream import Source, ahead, counting
 from tests.children import child
 from tests.disks import small_disk_at, transferred
 from tests.weights import assert_equal, weights

@@ -24,12 +24,12 @@ from nrl import files, tiny
 from nrl.algos import sft_loss
 from nrl.backends import adamw, fsdp
 from nrl.backends.models import safetensors
-from nrl.checkpoint import Checkpoints, checkpoints, load, newest, save, store, verify
-from nrl.command.exporting import Export
-from nrl.command.exporting import main as export
+from nrl.cli.export import Export
+from nrl.cli.export import main as export
+from nrl.data import counting
 from nrl.errors import CheckpointError, ConfigError, LostActor
 from nrl.files import Folder, Written, at
-from nrl.stream import counting
+from nrl.run.checkpoint import Checkpoints, checkpoints, load, newest, save, store, verify
 from tests.children import server
 from tests.jsonlines import untimed
 
@@ -66,7 +66,7 @@ def train(cfg: Config, at_step: Callable[[int], object] = lambda step: None) -> 
         for i, batch in run.steps(stream):
             state, metrics = step(state, batch)
             seen += torch.rand(3)
-            run.log(i, metrics, {"seen": nrl.reduce.Sum(seen.sum())})
+            run.log(i, metrics, {"seen": nrl.batch.metrics.Sum(seen.sum())})
             run.save(i, policy=state, seen=seen, stream=stream)
             at_step(i)
         trainer.export(state.params, Path(cfg.out) / "own")
@@ -224,7 +224,7 @@ class Gate:
                 assert self.open.wait(60)
             return write(path, parts)
 
-        monkeypatch.setattr("nrl.backends.to_save.write_file", writes)
+        monkeypatch.setattr("nrl.backends.training.save_plan.write_file", writes)
 
 
 def test_steps_go_on_while_it_is_written(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

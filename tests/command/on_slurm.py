@@ -8,7 +8,7 @@ import nrl
 from nrl import tiny
 from nrl.algos import sft_loss
 from nrl.backends import adamw, fsdp
-from nrl.checkpoint import Checkpoints
+from nrl.run.checkpoint import Checkpoints
 
 __all__ = ["Config", "main"]
 

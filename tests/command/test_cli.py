@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nrl.command.cli import main
+from nrl.cli.cli import main
 
 
 def test_a_report_is_written_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

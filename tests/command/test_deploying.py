@@ -16,13 +16,13 @@ import attrs
 import pytest
 
 from nrl import config
-from nrl.command.cli import main
-from nrl.command.deploy import programs
-from nrl.command.deploy import slurm as of_slurm
-from nrl.command.deploy.slurm import Slurm, script
-from nrl.command.deploy.writing import write
+from nrl.cli.cli import main
 from nrl.errors import ConfigError
-from nrl.runtime.executables import registry
+from nrl.ops.deploy import programs
+from nrl.ops.deploy import slurm as of_slurm
+from nrl.ops.deploy.slurm import Slurm, script
+from nrl.ops.deploy.writing import write
+from nrl.runtime.venvs import registry
 from tests.processes import alive, settled
 
 HOSTILE = ["prompt=a 'b' \"c\" $HOME `id` $(id) \\ ; & | > * {x,y} é 😀 #", "-n", "", "x=%j"]
@@ -218,7 +218,7 @@ def test_a_step_ends_early_when_the_job_is_told_to(program: Path, number: int) -
 CONFIG = """
 from __future__ import annotations
 import attrs, helper, nrl
-from nrl.checkpoint import Checkpoints
+from nrl.run.checkpoint import Checkpoints
 
 print("at import")
 

@@ -20,9 +20,9 @@ import pytest
 import yaml
 
 from nrl import config
-from nrl.command.cli import main
-from nrl.command.deploy.kubernetes import Kubernetes, manifests
+from nrl.cli.cli import main
 from nrl.errors import ConfigError
+from nrl.ops.deploy.kubernetes import Kubernetes, manifests
 from tests.command.test_deploying import HOSTILE
 from tests.processes import settled
 
@@ -352,7 +352,7 @@ def test_no_variable_of_a_pod_can_be_given_twice() -> None:
 
 CONFIG = """
 import attrs, nrl
-from nrl.checkpoint import Checkpoints
+from nrl.run.checkpoint import Checkpoints
 
 @attrs.frozen
 class Config:

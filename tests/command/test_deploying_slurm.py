@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nrl.command.cli import main
+from nrl.cli.cli import main
 from tests.command import on_slurm
 from tests.hosts import FIRST, SECOND
 from tests.jsonlines import lines, untimed

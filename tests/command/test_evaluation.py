@@ -17,16 +17,17 @@ import pytest
 import yaml
 
 import nrl
-from nrl import checkpoint, tiny
+from nrl import tiny
 from nrl.backends import Sampling, hf
-from nrl.checkpoint import Checkpoints
-from nrl.command import evaluation
-from nrl.command.cli import main
-from nrl.command.evaluation import exported
-from nrl.command.evaluation_settings import Evaluation
+from nrl.cli import evaluation
+from nrl.cli.cli import main
+from nrl.cli.evaluation import exported
+from nrl.cli.evaluation_settings import Evaluation
 from nrl.errors import ModelError
 from nrl.log import format_number
-from nrl.runs.folder import claim
+from nrl.run import checkpoint
+from nrl.run.checkpoint import Checkpoints
+from nrl.run.folder import claim
 from tests.backends.openai.test_openai import Served, serving
 from tests.backends.sampling.test_samplers import model as served_model
 from tests.children import child

@@ -12,11 +12,11 @@ import pytest
 from playwright.sync_api import Browser
 
 from nrl import tiny
-from nrl.command.cli import main
-from nrl.command.evaluation_folder import MARK
-from nrl.command.evaluation_report import of_tasks, report, write_tasks
-from nrl.episodes.grades import Graded
+from nrl.cli.cli import main
+from nrl.cli.evaluation_folder import MARK
+from nrl.cli.evaluation_report import of_tasks, report, write_tasks
 from nrl.log import JsonLines
+from nrl.rollout.evaluate import Graded
 from tests.jsonlines import lines
 from tests.runs.test_reporting import browser
 

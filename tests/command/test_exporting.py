@@ -15,14 +15,15 @@ import yaml
 from safetensors.torch import load_file
 
 import nrl
-from nrl import checkpoint, tiny
+from nrl import tiny
 from nrl.algos import sft_loss
 from nrl.backends import Model, fsdp, hf
 from nrl.backends.training.storage import weights
-from nrl.command.cli import main
-from nrl.command.exporting import Export
-from nrl.command.exporting import main as export
+from nrl.cli.cli import main
+from nrl.cli.export import Export
+from nrl.cli.export import main as export
 from nrl.errors import CheckpointError
+from nrl.run import checkpoint
 from tests.backends.fsdp.test_torch_engine import QWEN3, batch_of
 from tests.backends.models.test_lora import LORA
 from tests.children import child

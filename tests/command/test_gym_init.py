@@ -10,7 +10,7 @@ import pytest
 
 from examples import grpo
 from nrl import tiny
-from nrl.command.cli import main
+from nrl.cli.cli import main
 from nrl.envs.contract import is_env
 from nrl.envs.gym_config.places import places
 from nrl.envs.gym_config.resolving import ask

@@ -20,14 +20,14 @@ import httpx2
 import pytest
 
 import nrl
-from nrl.command.cli import main
-from nrl.command.gym import replicas, supervising
+from nrl.cli.cli import main
 from nrl.envs import Trace, exact
 from nrl.envs.gym_config.places import Place, places
 from nrl.envs.gym_config.resolving import ask, resolve
 from nrl.envs.gym_config.servers import Endpoint
 from nrl.errors import ExecutableError
-from nrl.runtime.node import building
+from nrl.gym.cli import replicas, supervising
+from nrl.runtime.venvs import building
 from tests.envs.gym_config.test_gym_places import a_head
 
 PROGRAM = """

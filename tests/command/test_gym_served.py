@@ -14,13 +14,13 @@ import httpx2
 import pytest
 
 import nrl
-from nrl.command.cli import main
-from nrl.command.gym import replicas
-from nrl.command.gym.replicas import Interpreter, Replica
+from nrl.cli.cli import main
 from nrl.envs import Trace
 from nrl.envs.gym_config.places import Place
 from nrl.envs.gym_config.resolving import ask, resolve
 from nrl.envs.gym_config.servers import gym
+from nrl.gym.cli import replicas
+from nrl.gym.cli.replicas import Interpreter, Replica
 from tests.command.test_gym_run import cmdlines, folder, played, the, until, wrote
 
 __all__ = ["folder"]

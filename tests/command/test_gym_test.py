@@ -23,19 +23,19 @@ from hypothesis import strategies as st
 from pydantic import Field
 
 from nrl import tiny
-from nrl.command.cli import main
-from nrl.command.gym.arguments import arguments
-from nrl.command.gym.audit import Audit
-from nrl.command.gym.golds import Way, ways
-from nrl.command.gym.hostile import hostile, huge, mutants
-from nrl.command.gym.records import FAULTS
-from nrl.command.gym.usage import Growth, Usage, growth, usage
+from nrl.cli.cli import main
 from nrl.envs import Trace, arithmetic, choice, number, score_of
 from nrl.envs.interpreter import Interpreter
 from nrl.envs.pools.pool import pooled
 from nrl.envs.tools import tool
 from nrl.envs.user_code.calls import Calls
 from nrl.envs.user_code.errors import Failed
+from nrl.gym.cli.adversarial import hostile, huge, mutants
+from nrl.gym.cli.arguments import arguments
+from nrl.gym.cli.audit import Audit
+from nrl.gym.cli.findings import FAULTS
+from nrl.gym.cli.leak_check import Growth, Usage, growth, usage
+from nrl.gym.cli.reference_answers import Way, ways
 from tests.backends.openai.test_openai import serving
 from tests.envs.test_judging import replying
 from tests.jsonlines import lines
@@ -351,7 +351,7 @@ def test_sessions_reach_the_processes(
         return call
 
     monkeypatch.setattr(f"nrl.envs.{module}.pooled", counted)
-    monkeypatch.setattr("nrl.command.gym.verifying.growth", sessions_from_here)
+    monkeypatch.setattr("nrl.gym.cli.verifier_fuzz.growth", sessions_from_here)
     assert main(["gym", "test", target, *data, "limit=2", "slow=60", "sessions=60", "allow=left_out,varies,order"]) == 0
     assert len(asked) - before[0] >= 15
     assert set(asked[before[0] :]) <= set(asked[: before[0]])  # which memory would have answered

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 import nrl
-from nrl.episodes.rejudging import regrade
 from nrl.errors import EnvError
+from nrl.rollout.rescore import regrade
 from tests.children import child
 from tests.command.test_evaluation import GUESS, attempt, said, write
 from tests.jsonlines import lines

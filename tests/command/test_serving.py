@@ -18,8 +18,8 @@ import torch
 import nrl
 from nrl import tiny
 from nrl.backends import hf
-from nrl.command.cli import main
-from nrl.command.serving import Serving
+from nrl.cli.cli import main
+from nrl.cli.serve import Serving
 from nrl.data import render
 from nrl.envs.tools import tool
 from nrl.errors import ConfigError

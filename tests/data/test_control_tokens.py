@@ -18,9 +18,9 @@ from nrl.data.encoding import encode
 from nrl.data.forms import as_taken
 from nrl.data.templates import TODAY, render_chat
 from nrl.data.turn_tokens import turn_tokens
-from nrl.episodes.bridges import Fork, bridge, extend
-from nrl.episodes.conversations import Conversation
 from nrl.errors import DataError
+from nrl.rollout.bridges import Fork, bridge, extend
+from nrl.rollout.conversations import Conversation
 from tests.chat_tokenizers import TEMPLATES, tokenizer
 from tests.work import calls
 

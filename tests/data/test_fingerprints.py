@@ -14,14 +14,13 @@ import pytest
 import torch
 
 import nrl
-from nrl import data, tiny
+from nrl import batched, data, tiny
 from nrl.batch import Batch
-from nrl.checkpoint import Checkpoints
 from nrl.data.fingerprints import accept_changed_rows, fingerprint_of
 from nrl.envs import Task
 from nrl.envs.seeds import shuffled
 from nrl.errors import DataError
-from nrl.stream import batched
+from nrl.run.checkpoint import Checkpoints
 
 ROWS = [{"prompt": letter, "answer": str(number)} for number, letter in enumerate("abcdefg")]
 CHANGED: dict[str, list[dict[str, Any]]] = {

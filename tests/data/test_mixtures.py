@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import nrl
-from nrl import data, tiny
+from nrl import batched, data, tiny
 from nrl.backends import hf
+from nrl.data import Source, counting
 from nrl.data.mixtures import _CIRCLE, _STEP, _count_below
 from nrl.envs import exact, single_turn
 from nrl.errors import DataError
-from nrl.stream import Source, batched, counting
 
 CHARS = tiny.tokenizer()
 CHATS = tiny.bpe(["user assistant"], vocab_size=280)

@@ -144,7 +144,7 @@ def test_a_source_that_is_long_in_coming_is_said_and_leaves_no_bars(
     data.tasks(str(tmp_path), chat=False)
     assert capfd.readouterr() == ("", "")
     assert not datasets.are_progress_bars_disabled()
-    monkeypatch.setattr("nrl.log.waits.SILENCE", 0.3)  # as no line was to come until now
+    monkeypatch.setattr("nrl.log.slow_wait.SILENCE", 0.3)  # as no line was to come until now
 
     said = io.StringIO()
     monkeypatch.setattr("sys.stderr", said)  # reading capfd while a thread writes may lose what it writes

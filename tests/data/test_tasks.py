@@ -8,11 +8,11 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from nrl import data, tiny
+from nrl.data import Stream
 from nrl.envs import arithmetic
 from nrl.envs.contract import Task
 from nrl.envs.seeds import shuffled
 from nrl.errors import DataError, ModelError, NrlError
-from nrl.stream import Stream
 
 CHARS = tiny.tokenizer()
 CHATS = tiny.bpe(["user assistant system hello there"], vocab_size=280)

@@ -26,7 +26,7 @@ def ignored(path: str) -> bool:
 
 
 @pytest.mark.parametrize("name", [".env", ".env.local", ".netrc", ".git-credentials", "key.pem", "tls.key", ".aws/x"])
-@pytest.mark.parametrize("folder", ["", "examples/", "nrl/command/"])
+@pytest.mark.parametrize("folder", ["", "examples/", "nrl/cli/"])
 def test_secrets_stay_outside(folder: str, name: str) -> None:
     assert ignored(f"{folder}{name}")
 

@@ -105,7 +105,7 @@ def image(buildah: Buildah, python_image: str, tmp_path_factory: pytest.TempPath
     """The target `release` of what git has of this checkout."""
     context = copied(tmp_path_factory.mktemp("context") / "src")
     for name in SECRETS:
-        for folder in (context, context / "nrl" / "command"):
+        for folder in (context, context / "nrl" / "cli"):
             (folder / name).write_text(CANARY)
     for name in ("id_rsa", "notes.txt"):  # which nothing names
         (context / name).write_text(CANARY)
@@ -249,8 +249,8 @@ def test_the_source_of_a_mounted_checkout_runs_in_every_process(mounted: tuple[P
     # Elsewhere, since Ray puts the current folder first on the path of all processes
     said = inside("cd /tmp && UV_OFFLINE=1 OMP_NUM_THREADS=1 python /src/examples/looks.py 2>&1")
     assert re.findall(r"found (\S+) in the checkout", said) == [
-        "/src/nrl/reduce.py",
-        f"/venvs/.sources/{found[1]}/nrl/reduce.py",
+        "/src/nrl/batch/metrics.py",
+        f"/venvs/.sources/{found[1]}/nrl/batch/metrics.py",
     ]
     assert "building it" not in said
     assert inside(check).endswith("is complete, and is what the lock and the source say")

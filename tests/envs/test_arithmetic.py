@@ -5,9 +5,9 @@ from typing import Any, cast
 
 import pytest
 
+from nrl.data import Source, counting
 from nrl.envs import arithmetic
 from nrl.errors import DataError
-from nrl.stream import Source, counting
 
 
 def tasks(seed: int = 0, largest: int = 19) -> Source[Any]:

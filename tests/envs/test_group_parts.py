@@ -25,7 +25,7 @@ from nrl.envs import (
     weighted,
 )
 from nrl.envs.contract import FailedScore, judges_group
-from nrl.episodes import rollout
+from nrl.rollout import rollout
 from tests.episodes.scripted import TASKS, Scripted
 from tests.episodes.test_verdicts import two_turns
 

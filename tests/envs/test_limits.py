@@ -10,11 +10,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from nrl.batch.metrics import finalize
 from nrl.envs import Environment, Step, Task, Trace, Turn, judged, limited, single_turn
 from nrl.envs.tools import ToolCall, tool, tool_use
-from nrl.episodes import rollout
-from nrl.episodes.summaries import summary
-from nrl.reduce import finalize
+from nrl.rollout import rollout
+from nrl.rollout.summaries import summary
 from tests.episodes.scripted import TASKS, Scripted
 
 

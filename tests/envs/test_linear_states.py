@@ -15,8 +15,8 @@ from hypothesis import given, settings
 
 from nrl.envs import Environment, LinearState, Step, Task, Trace, Turn, by_source, judged, limited, linear
 from nrl.envs.tools import MalformedCall, ToolCall
-from nrl.episodes import rollout
 from nrl.errors import ConsumedState, EnvError, ForeignState
+from nrl.rollout import rollout
 from tests.episodes.scripted import TASKS, Scripted
 
 KINDS = ("plain", "async", "awaitable")

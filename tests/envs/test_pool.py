@@ -24,8 +24,8 @@ from nrl.envs.pools.calls import NoRoom, Pool
 from nrl.envs.pools.pool import _elsewhere
 from nrl.envs.pools.processes import Process, Python, here
 from nrl.errors import EnvError, ExecutableError, PlacementError, ShippingError
-from nrl.runtime.executables.recipes import recipe
 from nrl.runtime.ray.pickling import deserialized, serialized
+from nrl.runtime.venvs.recipes import recipe
 from tests.episodes.scripted import TASKS, Scripted
 from tests.processes import alive, settled
 

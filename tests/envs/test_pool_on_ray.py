@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import nrl
-from nrl.command.cli import main
+from nrl.cli.cli import main
 from nrl.envs import Trace
 from nrl.envs.gym_config.places import Place
 from nrl.envs.gym_config.resolving import resolve

@@ -17,6 +17,7 @@ from nrl.algos import advantages, from_rewards, per_group
 from nrl.backends import Completion
 from nrl.batch import Batch
 from nrl.batch.ragged import rows_of
+from nrl.data import counting
 from nrl.data import tasks as task_stream
 from nrl.data.encoding import encode
 from nrl.envs import Environment, Step, judged, limited, linear, of_group, score_of, single_turn
@@ -25,7 +26,6 @@ from nrl.envs.policy_inputs import read_observation, read_prompt
 from nrl.envs.return_values import verdicts_of
 from nrl.envs.tools import ToolCall, call, tool
 from nrl.errors import BatchError, ColumnError, DataError, EnvError, NotFinite
-from nrl.stream import counting
 from tests.envs.returned import EVERYTHING, GROUPS, OBSERVATIONS, PROMPTS, VERDICTS, WAYS, Case, compared
 from tests.episodes.scripted import TASKS, Scripted
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import nrl
+from nrl.batch.metrics import finalize
 from nrl.envs import Environment, Score, Step, Trace, exact, extractor, number, shipped, single_turn
 from nrl.envs.gym.serving import Server
 from nrl.envs.gym_config.resolving import Replicas
@@ -16,7 +17,6 @@ from nrl.envs.naming import named
 from nrl.envs.shipped import ENVIRONMENTS
 from nrl.envs.tools import ToolError
 from nrl.errors import ConfigError, DataError, EnvError
-from nrl.reduce import finalize
 from tests.episodes.scripted import Scripted
 
 OWN = '''

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 import nrl
-from nrl.backends.engines import GIVEN_UP
+from nrl.backends.engine import GIVEN_UP
 from nrl.envs.endpoint.asked import Asked, call_id, said_by
 from nrl.envs.endpoint.fields import Unusable
-from nrl.episodes import answering
-from nrl.episodes.answering import Answers
+from nrl.rollout import answering
+from nrl.rollout.answering import Answers
 from tests.envs.endpoint.driving import Says, turn
 
 SAY: Any = {"role": "user", "content": "Say"}

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from nrl import tiny
 from nrl.data import render
 from nrl.data.turn_tokens import turn_tokens
-from nrl.episodes.bridges import Extension, Fork, Sampled, bridge, continues, extend
 from nrl.errors import DataError, ModelError
+from nrl.rollout.bridges import Extension, Fork, Sampled, bridge, continues, extend
 from tests.chat_tokenizers import tokenizer
 from tests.episodes.conversations import (
     FAMILIES,

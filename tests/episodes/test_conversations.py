@@ -16,10 +16,10 @@ from nrl.data.templates import templated
 from nrl.envs import Environment, Step, Trace, Turn, judged, of_group
 from nrl.envs.gym.records import trace_of, transcript
 from nrl.envs.tools import NewState, State, ToolCall, ToolError, tool, tool_format, tool_use
-from nrl.episodes import rollout
-from nrl.episodes.bridges import FORKS
-from nrl.episodes.conversations import Conversation
 from nrl.errors import ModelError
+from nrl.rollout import rollout
+from nrl.rollout.bridges import FORKS
+from nrl.rollout.conversations import Conversation
 from tests.chat_tokenizers import TEMPLATES
 from tests.chat_tokenizers import tokenizer as chat_tokenizer
 from tests.envs.tool_texts import WRITERS, written

@@ -12,13 +12,13 @@ import torch
 import nrl
 from nrl.backends import Completion, Sampling
 from nrl.backends.sampling.pool import EnginePool
+from nrl.batch.metrics import finalize
 from nrl.batch.ragged import rows_of
 from nrl.envs import Environment, Step, Turn, exact, single_turn
 from nrl.envs.user_code.calls import Calls
 from nrl.envs.user_code.threads import UserCall
-from nrl.episodes import rollout, run_episode
-from nrl.episodes.summaries import summary
-from nrl.reduce import finalize
+from nrl.rollout import rollout, run_episode
+from nrl.rollout.summaries import summary
 from tests.episodes.scripted import TASKS, Scripted
 
 

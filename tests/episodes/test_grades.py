@@ -12,10 +12,10 @@ import torch
 import nrl
 from nrl import tiny
 from nrl.backends import Completion, Sampling, hf
+from nrl.batch.metrics import Mean, finalize, merge
 from nrl.envs import Environment, Step, Trace, exact, judged, number, single_turn, weighted
-from nrl.episodes.grades import Graded, grade, measure
 from nrl.errors import DataError, EnvError
-from nrl.reduce import Mean, finalize, merge
+from nrl.rollout.evaluate import Graded, grade, measure
 from nrl.runtime import Slots
 from nrl.runtime.mesh.futures import Future, done
 from tests.episodes import test_conversations as chats

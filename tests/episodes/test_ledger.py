@@ -11,10 +11,10 @@ import torch
 
 import nrl
 from nrl.backends import Completion, Sampling
+from nrl.batch.metrics import finalize
 from nrl.envs import Environment, Score, Step, Trace, Turn, judged
 from nrl.envs.tools import call, tool
-from nrl.episodes.bridges import FORKS
-from nrl.reduce import finalize
+from nrl.rollout.bridges import FORKS
 from tests.chat_tokenizers import tokenizer
 from tests.episodes.conversations import FAMILIES, Message, answer, never, text
 

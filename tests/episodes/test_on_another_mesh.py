@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nrl.envs import Environment, Step, Trace, Turn, gated, product, single_turn, weighted
-from nrl.episodes import rollout
+from nrl.rollout import rollout
 from nrl.runtime import Mesh, process
 from tests.episodes.scripted import TASKS, Scripted
 

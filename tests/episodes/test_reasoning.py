@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from nrl.backends import Completion, Sampling
+from nrl.batch.metrics import finalize
 from nrl.envs import exact, judged, number, single_turn
 from nrl.envs.contract import Trace
 from nrl.envs.tools import tool, tool_use
-from nrl.episodes import rollout, run_episode
-from nrl.episodes.episode import Episode
-from nrl.episodes.grades import Graded, grade
-from nrl.episodes.rejudging import regrade
-from nrl.episodes.summaries import summary
-from nrl.reduce import finalize
+from nrl.rollout import rollout, run_episode
+from nrl.rollout.episode import Episode
+from nrl.rollout.evaluate import Graded, grade
+from nrl.rollout.rescore import regrade
+from nrl.rollout.summaries import summary
 from tests.chat_tokenizers import tokenizer
 from tests.episodes.scripted import Scripted
 

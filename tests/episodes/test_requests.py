@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from nrl.backends import Capabilities
-from nrl.backends.base import Completion
-from nrl.episodes.requests import requests_to
+from nrl.backends.types import Completion
+from nrl.rollout.sampler_client import requests_to
 
 
 def completed(value: Any) -> futures.Future[Any]:

@@ -17,12 +17,12 @@ from nrl import data
 from nrl.algos import advantages, grpo_loss
 from nrl.backends import Sampling, Trainer
 from nrl.backends.sampling.pool import EnginePool
+from nrl.batch.metrics import finalize
 from nrl.envs import Environment, Step, Trace, by_source, exact, number, single_turn
 from nrl.envs.user_code.threads import stuck
-from nrl.episodes import rollout, rollouts
-from nrl.episodes.summaries import summary
 from nrl.errors import DataError, GenerationError
-from nrl.reduce import finalize
+from nrl.rollout import rollout, rollouts
+from nrl.rollout.summaries import summary
 from tests.episodes.scripted import TASKS, Scripted
 from tests.processes import settled
 

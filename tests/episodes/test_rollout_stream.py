@@ -16,11 +16,11 @@ from nrl import data, tiny
 from nrl.algos import advantages, grpo_loss
 from nrl.backends import Capabilities, Completion, Sampling, Trainer, adamw, fsdp, hf
 from nrl.backends.sampling.pool import EnginePool
+from nrl.batch.metrics import finalize
 from nrl.envs import Environment, Step, Trace, by_source, exact, number, single_turn
-from nrl.episodes import rollouts
-from nrl.episodes.summaries import summary
 from nrl.errors import DataError, EnvError, LostRequest, PlacementError
-from nrl.reduce import finalize
+from nrl.rollout import rollouts
+from nrl.rollout.summaries import summary
 from nrl.runtime import Slots
 from tests.episodes.scripted import TASKS, Scripted
 
@@ -123,7 +123,7 @@ def test_rollouts_that_fail_whole_end_the_stream(sampler: EnginePool) -> None:
     def step(state: bool, action: str) -> Step:
         return Step(state, 1 / (not state))
 
-    tasks = nrl.stream.counting(lambda index: {**TASKS[0], "fails": next(fails) if index % 2 == 0 else True})
+    tasks = nrl.data.counting(lambda index: {**TASKS[0], "fails": next(fails) if index % 2 == 0 else True})
     groups = rollouts(sampler, Environment(reset, step), tasks, n=2)
     for _ in range(2):
         with pytest.warns(UserWarning, match="4 of 4 episodes failed"):
@@ -144,7 +144,7 @@ def test_rollouts_that_fail_whole_end_the_stream(sampler: EnginePool) -> None:
 def test_few_rows_that_fail_are_no_rollout_that_fails(sampler: EnginePool) -> None:
     """As where `drop_uniform` asks for single groups."""
     fails = iter([False] * 8 + [True] * 10)
-    tasks = nrl.stream.counting(lambda index: {**TASKS[0], "fails": next(fails)})
+    tasks = nrl.data.counting(lambda index: {**TASKS[0], "fails": next(fails)})
     groups = rollouts(
         sampler, Environment(lambda task: (task["fails"], "1"), lambda s, _: Step(s, 1 / (not s))), tasks, n=1
     )
@@ -159,7 +159,7 @@ def test_requests_that_are_lost_throughout_are_the_samplers_fault() -> None:
         def generate(self, prompts: Any, *, seeds: Any = None, sampling: Any = None) -> Any:
             raise LostRequest("gone")
 
-    tasks = nrl.stream.counting(lambda index: TASKS[0])
+    tasks = nrl.data.counting(lambda index: TASKS[0])
     with pytest.warns(UserWarning, match="2 of 2"), pytest.raises(LostRequest, match=r"look at the sampler.*gone"):
         rollouts(Lost([]), single_turn(exact), tasks, n=2, patience=1).take(1)
     with pytest.raises(DataError, match="rollouts: patience is 0; it must be at least 1"):
@@ -169,7 +169,7 @@ def test_requests_that_are_lost_throughout_are_the_samplers_fault() -> None:
 def test_dropped_failures_are_counted(sampler: EnginePool) -> None:
     count = itertools.count()
     env = single_turn(lambda task, trace: float(next(count)) if task["answer"] != "3" else 1 / 0)
-    tasks = nrl.stream.counting(lambda index: TASKS[index % 2])
+    tasks = nrl.data.counting(lambda index: TASKS[index % 2])
     with pytest.warns(UserWarning, match="ZeroDivisionError"):
         [batch] = nrl.batched(nrl.drop_uniform(rollouts(sampler, env, tasks, n=8)), 1).take(1)
     assert finalize(summary(batch))["invalid"] == 8
@@ -221,7 +221,7 @@ def test_an_interrupt_is_one_and_comes_at_once(
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a program in the background may ignore it
     sampler = kind([])
     monkeypatch.setattr(kind, "remote", lag > 0, raising=False)
-    groups = rollouts(sampler, single_turn(exact), nrl.stream.counting(lambda index: TASKS[index % 2]), n=4)
+    groups = rollouts(sampler, single_turn(exact), nrl.data.counting(lambda index: TASKS[index % 2]), n=4)
     try:
         with pytest.raises(KeyboardInterrupt) as caught:
             nrl.ahead(nrl.batched(groups, 2), lag).take(1)

@@ -16,9 +16,9 @@ from nrl.data import render
 from nrl.data.templates import templated
 from nrl.envs import Environment, Step, Trace, judged
 from nrl.envs.tools import tool, tool_use
-from nrl.episodes import rollout
-from nrl.episodes.sample_records import samples
-from nrl.episodes.transcripts import transcriber
+from nrl.rollout import rollout
+from nrl.rollout.sample_records import samples
+from nrl.rollout.transcripts import transcriber
 from tests.chat_tokenizers import tokenizer as chat_tokenizer
 from tests.episodes.scripted import Scripted
 from tests.episodes.test_conversations import ASK, BYE, HMM, MORE, Chatty, add, called, right, two_turns

@@ -22,12 +22,12 @@ from benchmarks._engine import SimulatedEngine
 from nrl import data
 from nrl.algos import advantages
 from nrl.backends.sampling.pool import EnginePool
-from nrl.checkpoint import Checkpoints
+from nrl.batch.metrics import finalize
 from nrl.envs import Environment, Step, of_group, single_turn
-from nrl.episodes import requests
-from nrl.episodes.running import Running, Schedule
 from nrl.errors import BatchError, DataError, EnvError, GenerationError
-from nrl.reduce import finalize
+from nrl.rollout import sampler_client
+from nrl.rollout.scheduler import Running, Schedule
+from nrl.run.checkpoint import Checkpoints
 from tests.clocks import MINUTE, Clock
 from tests.episodes.scripted import Scripted
 from tests.processes import settled
@@ -112,7 +112,7 @@ def engine() -> Iterator[Callable[..., SimulatedEngine]]:
 
 def tasks(**of: dict[str, Any]) -> Any:
     """Tasks by their number; ``_3={...}`` has more of task 3."""
-    return nrl.stream.counting(lambda index: {"prompt": "1+1=", "index": index, **of.get(f"_{index}", {})})
+    return nrl.data.counting(lambda index: {"prompt": "1+1=", "index": index, **of.get(f"_{index}", {})})
 
 
 class Slow:
@@ -583,8 +583,8 @@ class Rounds(Scripted):
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> float:
     """Slow is who has been away for longer than any test takes; a second, that is."""
-    assert requests._SLOW == 1.0
-    monkeypatch.setattr(requests, "_SLOW", SLOW)
+    assert sampler_client._SLOW == 1.0
+    monkeypatch.setattr(sampler_client, "_SLOW", SLOW)
     return SLOW
 
 
@@ -592,13 +592,13 @@ def test_a_slow_episode_delays_the_others_by_a_second_and_once(
     clock: Clock, patient: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three of four turns; the first steps of one sleep. It goes on as soon as it can."""
-    asked, game, came, add = Rounds(), Game(turns=4), list[Any](), requests._Together._add
+    asked, game, came, add = Rounds(), Game(turns=4), list[Any](), sampler_client._Together._add
 
     def added(of: Any, key: Any, request: Any) -> None:
         came.append(key)
         add(of, key, request)
 
-    monkeypatch.setattr(requests._Together, "_add", added)
+    monkeypatch.setattr(sampler_client._Together, "_add", added)
     wakes = [threading.Event() for _ in range(3)]
     some = [{"prompt": "1", "sleeps": dict(enumerate(wakes)) if index == 1 else {}} for index in range(3)]
     seen = []

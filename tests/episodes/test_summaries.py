@@ -12,12 +12,12 @@ import nrl
 from nrl import Batch, data, tiny
 from nrl.algos import reinforce_loss
 from nrl.backends import fsdp, hf
+from nrl.batch.metrics import finalize, merge
 from nrl.envs import Environment, Step, Trace, exact, single_turn
-from nrl.episodes.sample_records import samples
-from nrl.episodes.summaries import summary
 from nrl.errors import BatchError, MissingColumn
 from nrl.log import redacted
-from nrl.reduce import finalize, merge
+from nrl.rollout.sample_records import samples
+from nrl.rollout.summaries import summary
 from tests.episodes.scripted import Scripted
 from tests.work import calls
 
@@ -452,7 +452,7 @@ def test_dropped_tokens_have_a_reason(reason: str, dropping: Any) -> None:
         }
         return nrl.Batch(columns, batch_size=[2])
 
-    [kept] = dropping(nrl.stream.counting(group)).take(1)
+    [kept] = dropping(nrl.data.counting(group)).take(1)
     assert kept[f"dropped_tokens/{reason}"].tolist() == [8, 0]
     assert tokens(kept) == NOTHING | {"sampled": 16, "trained": 8, "dropped": 8, f"dropped/{reason}": 8}
 
@@ -488,7 +488,7 @@ def test_tokens_of_rows_that_failed_and_were_dropped_are_counted() -> None:
         }
         return nrl.Batch(columns, batch_size=[2])
 
-    [kept] = nrl.drop_uniform(nrl.stream.counting(group)).take(1)
+    [kept] = nrl.drop_uniform(nrl.data.counting(group)).take(1)
     assert finalize(nrl.summary(kept))["tokens/dropped"] == 7
 
 
@@ -509,7 +509,7 @@ def test_numbers_of_several_dropped_groups_add_up() -> None:
         }
         return nrl.Batch(columns, batch_size=[2])
 
-    within = nrl.filtered(nrl.stream.counting(group), lambda each: int(each["group_ids"][0]) != 0)
+    within = nrl.filtered(nrl.data.counting(group), lambda each: int(each["group_ids"][0]) != 0)
     [kept] = nrl.drop_uniform(within).take(1)
     found = finalize(nrl.summary(kept))
     assert (found["cut"], found["left_out"], found["asked_again"]) == (3, 4, 8)

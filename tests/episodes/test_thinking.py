@@ -7,8 +7,8 @@ from nrl import data, tiny
 from nrl.algos import advantages, grpo_loss
 from nrl.backends import adamw, fsdp, hf
 from nrl.batch import Batch
+from nrl.batch.metrics import finalize
 from nrl.envs import Trace, single_turn
-from nrl.reduce import finalize
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>{% endif %}"
 

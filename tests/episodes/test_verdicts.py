@@ -13,9 +13,9 @@ import nrl
 from nrl.algos import k1, kl, token_rewards
 from nrl.envs import STATUSES, Environment, Score, Step, Trace, judged, of_group, single_turn
 from nrl.envs.user_code.threads import stuck
-from nrl.episodes import rollout
-from nrl.episodes.episode import run_episode
 from nrl.errors import GenerationError
+from nrl.rollout import rollout
+from nrl.rollout.episode import run_episode
 from tests.episodes.scripted import TASKS, Scripted
 from tests.processes import settled
 
@@ -118,8 +118,8 @@ def test_a_verifier_sees_all_turns_also_where_a_limit_ended_the_episode() -> Non
     tokenizer = Scripted([]).tokenizer
     env = judged(endless, verify)
 
-    async def generate(tokens: list[int]) -> nrl.backends.base.Completion:
-        return nrl.backends.base.Completion(torch.tensor(tokenizer.encode("7")), torch.zeros(1), False, 0)
+    async def generate(tokens: list[int]) -> nrl.backends.types.Completion:
+        return nrl.backends.types.Completion(torch.tensor(tokenizer.encode("7")), torch.zeros(1), False, 0)
 
     episode = asyncio.run(run_episode(generate, env, {}, tokenizer=tokenizer, context_length=50))
     (trace,) = seen

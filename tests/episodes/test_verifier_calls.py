@@ -205,7 +205,7 @@ def test_where_it_hangs_is_shown_once(capfd: pytest.CaptureFixture[str], clock: 
     failed(hangs, hangs, clock=clock, once=[lambda left: hang.inside == 2])
     shown = capfd.readouterr().err
     assert shown.count("in hangs\n    hang()") == 1
-    assert "nrl/episodes/" not in shown
+    assert "nrl/rollout/" not in shown
 
 
 def test_a_coroutine_that_takes_too_long_is_cancelled() -> None:
@@ -391,7 +391,7 @@ def test_a_traceback_is_shown_once_with_the_frames_of_the_user(capfd: pytest.Cap
     shown = capfd.readouterr().err
     assert shown.count("LookupError: not there") == 1
     assert "in verify\n    raise LookupError" in shown
-    assert "nrl/episodes/" not in shown
+    assert "nrl/rollout/" not in shown
 
 
 def test_an_error_of_nrl_itself_has_no_traceback(capfd: pytest.CaptureFixture[str]) -> None:

@@ -16,13 +16,14 @@ import pytest
 import torch
 
 import nrl
-from nrl import checkpoint, tiny
+from nrl import tiny
 from nrl.algos import sft_loss
 from nrl.backends import Model, adamw, fsdp
 from nrl.batch import Batch
-from nrl.checkpoint import Checkpoints
+from nrl.data import counting
 from nrl.errors import CheckpointError, ModelError
-from nrl.stream import counting
+from nrl.run import checkpoint
+from nrl.run.checkpoint import Checkpoints
 from tests.children import server
 from tests.processes import settled
 

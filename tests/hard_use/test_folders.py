@@ -12,10 +12,10 @@ import attrs
 import pytest
 
 import nrl
-from nrl.checkpoint import Checkpoints, checkpoints, save
+from nrl.data import counting
 from nrl.errors import CheckpointError
-from nrl.runs.exits import exit_status
-from nrl.stream import counting
+from nrl.run.checkpoint import Checkpoints, checkpoints, save
+from nrl.run.exit_codes import exit_status
 from tests.disks import small_disk_at
 from tests.processes import settled
 

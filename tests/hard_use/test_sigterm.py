@@ -15,13 +15,13 @@ import pytest
 from tensordict import TensorDict
 
 import nrl
-from nrl import data, runs, tiny
+from nrl import data, run, tiny
 from nrl.algos import advantages, grpo_loss
 from nrl.backends import Sampling, adamw, fsdp, hf
 from nrl.batch import Batch
-from nrl.checkpoint import Checkpoints, checkpoints
 from nrl.envs import Environment, Step, Trace, single_turn
 from nrl.log import Sink, open_sinks
+from nrl.run.checkpoint import Checkpoints, checkpoints
 from tests.children import server
 from tests.jsonlines import untimed
 from tests.processes import marked, settled, titles
@@ -104,7 +104,7 @@ def main(folder: str, mark: str, cfg: Config) -> None:
         os.dup2(os.open(f"{folder}/{file}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.environ["NRL_TEST_MARK"] = mark
     if cfg.tracks:
-        vars(runs)["open_sinks"] = hanging
+        vars(run)["open_sinks"] = hanging
     nrl.retrying(train)(cfg)
 
 

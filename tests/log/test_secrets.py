@@ -10,9 +10,9 @@ import yaml
 
 import nrl
 from nrl import tiny
-from nrl.command.cli import main
-from nrl.reduce import Mean
-from nrl.stream import counting
+from nrl.batch.metrics import Mean
+from nrl.cli.cli import main
+from nrl.data import counting
 
 SECRET = "correct horse battery"
 

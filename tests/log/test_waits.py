@@ -19,7 +19,7 @@ def test_a_short_block_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_long_block_says_what_it_does_and_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nrl.log.waits.SILENCE", 0.01)
+    monkeypatch.setattr("nrl.log.slow_wait.SILENCE", 0.01)
     said = io.StringIO()
     monkeypatch.setattr("sys.stderr", said)  # reading capsys while a thread writes may lose what it writes
 
@@ -60,7 +60,7 @@ def test_a_wait_looks_as_often_as_asked(monkeypatch: pytest.MonkeyPatch, capsys:
         now[0] += seconds
         return False
 
-    monkeypatch.setattr("nrl.log.waits.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("nrl.log.slow_wait.time", SimpleNamespace(monotonic=lambda: now[0]))
     assert not wait_until(ready, 6.0, "{:g} s".format, silence=2.5, every=1.0)
     assert asked == [1.0, 1.0, 0.5, 1.0, 1.0, 1.0, 0.5]
     assert capsys.readouterr().err == "2.5 s\n"
@@ -78,7 +78,7 @@ def test_a_wait_is_silent_where_it_is_short_and_ends_with_its_time(
         asked.append(seconds)
         return False
 
-    monkeypatch.setattr("nrl.log.waits.time", SimpleNamespace(monotonic=lambda: 7.0))
+    monkeypatch.setattr("nrl.log.slow_wait.time", SimpleNamespace(monotonic=lambda: 7.0))
     assert not wait_until(ready, 5.0, lambda seconds: "waiting", silence=10.0)
     assert not wait_until(ready, 0.0, lambda seconds: "waiting")
     assert asked == [5.0, 0.0]

@@ -8,13 +8,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from nrl.backends.base import Model
 from nrl.backends.fsdp.torch_engine import TorchEngine
+from nrl.backends.training.loss_terms import global_weights
 from nrl.backends.training.optimizers import adamw
-from nrl.backends.training.terms import global_weights
+from nrl.backends.types import Model
 from nrl.batch.packed_rows import Rectangles, Sequences
 from nrl.batch.prefixes import microbatches_by_prefix
-from nrl.plan.driven import LOSSES, Step, rows
+from nrl.ops.plan.simulate import LOSSES, Step, rows
 
 __all__ = ["measure", "most"]
 

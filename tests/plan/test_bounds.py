@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nrl.plan.driven import Step, drive
+from nrl.ops.plan.simulate import Step, drive
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -25,7 +25,7 @@ MOE_30B_A3B = QWEN3 | {
 TWO_LAYERS = {"num_hidden_layers": 2}
 GIB = 2**30
 ALLOWANCE = 6 * GIB
-"""What a plan leaves out; see `nrl.command.planning`."""
+"""What a plan leaves out; see `nrl.ops.plan.cli`."""
 
 
 def on_an_a100(model: dict[str, Any]) -> Step:

@@ -9,10 +9,10 @@ import torch
 from nrl.backends import Group, Model, adamw, muon, own, sgd
 from nrl.backends.models import lora
 from nrl.errors import ConfigError, ModelError
-from nrl.plan.closed import closed, closed_flops, closed_head, closed_parameters, rows_of, saved_bytes
-from nrl.plan.driven import Step, drive
-from nrl.plan.optimizing import kept_bytes, orthogonalising
-from nrl.plan.shapes import shape
+from nrl.ops.plan.analytic import closed, closed_flops, closed_head, closed_parameters, rows_of, saved_bytes
+from nrl.ops.plan.optimizer_cost import kept_bytes, orthogonalising
+from nrl.ops.plan.shapes import shape
+from nrl.ops.plan.simulate import Step, drive
 from tests.plan.test_gpus import TINY
 
 MIXTURE: dict[str, Any] = TINY | {

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from nrl.command.cli import main
-from nrl.plan import driven, fake_cuda
-from nrl.plan.closed import closed
-from nrl.plan.driven import Step
-from nrl.plan.shapes import shape
+from nrl.cli.cli import main
+from nrl.ops.plan import fake_cuda, simulate
+from nrl.ops.plan.analytic import closed
+from nrl.ops.plan.shapes import shape
+from nrl.ops.plan.simulate import Step
 from tests.plan.test_gpus import TINY
 from tests.plan.test_search import BIG
 
@@ -92,7 +92,7 @@ def test_what_a_part_of_a_life_needs_is_asked_too(
         publish = {**train, "peak": 85e9, "peak_at": "reading.py:1"}
         return counted | {"stages": {"train": train, "publish": publish}}
 
-    monkeypatch.setattr(driven, "drive", found)
+    monkeypatch.setattr(simulate, "drive", found)
     assert main(["plan", big, "dp=8", "checkpointing=true"]) == 0
     said = capsys.readouterr().out
     assert "does not fit, by 6.0 GiB, in 79.2 GiB" in said
@@ -326,7 +326,7 @@ def test_an_optimizer_of_ones_own(tmp_path: Path, big: str, capsys: pytest.Captu
 def test_the_first_message_comes_before_what_is_slow(folder: str) -> None:
     said = """
 import os, sys
-from nrl.command.cli import main
+from nrl.cli.cli import main
 class Err:
     def write(self, text):
         os.write(1, f"{text} {'torch' in sys.modules}".encode())

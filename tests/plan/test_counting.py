@@ -9,8 +9,8 @@ import pytest
 SAID = """
 import json
 import torch
-from nrl.plan import fake_cuda
-from nrl.plan.counting import Counting
+from nrl.ops.plan import fake_cuda
+from nrl.ops.plan.op_counter import Counting
 
 counting = Counting()
 fake_cuda.install((9, 0), 80 * 10**9, counting.waited)

@@ -11,9 +11,9 @@ import pytest
 
 from benchmarks.linear_logprobs import resident as status
 from nrl.errors import ConfigError
-from nrl.plan import driven, fake_cuda
-from nrl.plan.closed import closed_flops, closed_parameters
-from nrl.plan.driven import Step, drive
+from nrl.ops.plan import fake_cuda, simulate
+from nrl.ops.plan.analytic import closed_flops, closed_parameters
+from nrl.ops.plan.simulate import Step, drive
 from tests.plan.test_gpus import TINY
 
 pytestmark = pytest.mark.timeout(300)
@@ -195,7 +195,7 @@ def test_a_rank_that_has_less() -> None:
 
 def resident(step: Step) -> tuple[int, int]:
     """Bytes that the step's process has for weights and moments, and the most bytes that the drive's own one had."""
-    found = driven._here(step)
+    found = simulate._here(step)
     return found["parameters"] + found["moments"], status("VmHWM")
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from nrl.plan.gpus import GPUS, Gpu, estimate
+from nrl.ops.plan.gpus import GPUS, Gpu, estimate
 
 TINY: dict[str, Any] = {
     "model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, "head_dim": 16, "num_attention_heads": 4,

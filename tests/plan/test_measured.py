@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from nrl.plan.closed import closed_flops
-from nrl.plan.driven import Step, drive
+from nrl.ops.plan.analytic import closed_flops
+from nrl.ops.plan.simulate import Step, drive
 from tests.backends.processes import Processes
 from tests.plan.measured import measure
 

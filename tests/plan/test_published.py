@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from nrl.backends.base import Model
 from nrl.backends.models.loading import load_config
-from nrl.command.cli import main
+from nrl.backends.types import Model
+from nrl.cli.cli import main
 from nrl.errors import ModelError
-from nrl.plan.shapes import FAMILIES, shape
+from nrl.ops.plan.shapes import FAMILIES, shape
 from tests.plan.published import PUBLISHED
 
 # As their model cards say: 235B with 22B used, 30.5B with 3.3B used, 46.7B with 12.9B used (with embedding and head)

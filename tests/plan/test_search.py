@@ -6,10 +6,9 @@ import attrs
 import pytest
 
 from nrl.backends import adamw, sgd
-from nrl.command.plan_report import nearest_line
 from nrl.errors import ConfigError, ModelError
-from nrl.plan.closed import closed, rows_of
-from nrl.plan.closed_megatron import (
+from nrl.ops.plan.analytic import closed, rows_of
+from nrl.ops.plan.analytic_megatron import (
     _under_way,
     bubble,
     closed_megatron,
@@ -17,10 +16,11 @@ from nrl.plan.closed_megatron import (
     parameters_of_stage,
     saved_in_layer,
 )
-from nrl.plan.driven import Step
-from nrl.plan.gpus import GPUS, estimate
-from nrl.plan.search import candidate, candidates, highest, layouts, megatron_candidates, nearest, ranked
-from nrl.plan.shapes import shape
+from nrl.ops.plan.gpus import GPUS, estimate
+from nrl.ops.plan.report import nearest_line
+from nrl.ops.plan.search import candidate, candidates, highest, layouts, megatron_candidates, nearest, ranked
+from nrl.ops.plan.shapes import shape
+from nrl.ops.plan.simulate import Step
 from nrl.runtime import Layout
 from tests.plan.test_closed import MIXTURE
 from tests.plan.test_gpus import TINY

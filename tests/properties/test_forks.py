@@ -14,10 +14,10 @@ from torch import Tensor
 import nrl
 from nrl import algos
 from nrl.algos import Aggregate, Loss, policy_loss
-from nrl.backends.training.before_step import with_shares
+from nrl.backends.training.batch_checks import with_shares
 from nrl.batch import Batch
+from nrl.batch.metrics import Mean
 from nrl.errors import BatchError, MissingColumn
-from nrl.reduce import Mean
 
 Column = Callable[[Batch], Tensor]
 

@@ -20,12 +20,12 @@ from nrl import algos
 from nrl.algos import Loss, needs, token_mean
 from nrl.backends import Model, Trainer, fsdp
 from nrl.backends.models.loading import build
-from nrl.backends.training import heads, plans
+from nrl.backends.training import microbatch_plan, output_heads
 from nrl.backends.training.fused_logprobs import linear_logprobs
 from nrl.batch import Batch
+from nrl.batch.metrics import Mean, Metrics, Sum
 from nrl.batch.packed_rows import Packing
 from nrl.batch.packing import Packed, pack
-from nrl.reduce import Mean, Metrics, Sum
 from nrl.runtime import Slots
 from tests.properties.strategies import LOSSES, TINY, policy_losses, taken
 from tests.properties.test_trainer_laws import LARGE, NO_SHRINK, SHOW, assert_equal, near, run, tokens_for
@@ -54,7 +54,7 @@ def laid_out() -> Iterator[list[Packed]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nrl.batch.packed_rows._BLOCK_COST", 0)
         patch.setattr("nrl.batch.prefixes._PART_COST", 0)
-        patch.setattr(plans, "pack", recorded)
+        patch.setattr(microbatch_plan, "pack", recorded)
         yield made
 
 
@@ -211,7 +211,7 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counts.append(len(hidden))
         return linear_logprobs(hidden, *args, **kwargs)
 
-    monkeypatch.setattr(heads, "linear_logprobs", counted)
+    monkeypatch.setattr(output_heads, "linear_logprobs", counted)
     return counts
 
 
@@ -266,7 +266,7 @@ def test_a_loss_that_reads_other_outputs_gets_them(loss: Loss, slots: Slots, mon
         return loss(out, nrl.assign(renamed, loss_mask=renamed["own"]))
 
     nrl.declare(own="token")
-    renamed = nrl.assign(batch, own=batch["loss_mask"], loss_mask=plans.predicted(batch))
+    renamed = nrl.assign(batch, own=batch["loss_mask"], loss_mask=microbatch_plan.predicted(batch))
     counts = spy(monkeypatch)
     expected = run(trainer(slots), told, renamed)
     assert counts == [every]
@@ -446,7 +446,7 @@ def test_tokens_are_counted_as_a_slow_loop_counts_them(
     batch = trained_on(rows)
     made = trainer(slots, dp, tokens_for(batch, n), packing)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plans, "pack", watched)
+        patch.setattr(microbatch_plan, "pack", watched)
         parts.clear()
         found = counts(made, batch)
     needed = sum(len(row) for part in parts for row in part)

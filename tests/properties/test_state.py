@@ -10,8 +10,8 @@ import nrl
 from nrl.algos import sft_loss
 from nrl.backends import Params, Trainer, TrainState, publish
 from nrl.backends.training.trainer import make_trainer
+from nrl.batch.metrics import finalize
 from nrl.errors import ConsumedState
-from nrl.reduce import finalize
 from nrl.runtime import Slots
 from tests.backends.bigram import VOCABULARY, Bigram, Recorder
 

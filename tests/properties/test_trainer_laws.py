@@ -16,11 +16,11 @@ from torch import Tensor
 import nrl
 from nrl.algos import Loss
 from nrl.backends import Model, Trainer, adamw, fsdp
-from nrl.backends.training import plans
+from nrl.backends.training import microbatch_plan
 from nrl.batch import Batch
+from nrl.batch.metrics import finalize
 from nrl.batch.packed_rows import Packing
 from nrl.batch.packing import Packed, pack
-from nrl.reduce import finalize
 from nrl.runtime import Slots
 from tests.metrics import LAYOUT
 from tests.properties.strategies import (
@@ -66,7 +66,7 @@ def whole() -> Iterator[None]:
         return pack(batch, packing=packing, share=False if packing is nrl.Sequences else share, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plans, "pack", whole_rows)
+        patch.setattr(microbatch_plan, "pack", whole_rows)
         yield
 
 

@@ -16,12 +16,12 @@ from torch import Tensor
 import nrl
 from nrl.algos import Loss, needs, sft_loss, token_mean
 from nrl.backends import Model, Trainer, adamw, fsdp
-from nrl.backends.training import terms
-from nrl.backends.training.law import check_law
-from nrl.backends.training.terms import LOGPROBS, global_weights
+from nrl.backends.training import loss_terms
+from nrl.backends.training.loss_checks import check_law
+from nrl.backends.training.loss_terms import LOGPROBS, global_weights
 from nrl.batch import Batch
+from nrl.batch.metrics import Mean, Metrics, finalize
 from nrl.errors import LossError, MutatedBatch, NotFinite, WeightError
-from nrl.reduce import Mean, Metrics, finalize
 from nrl.runtime import Slots
 from tests.properties.strategies import (
     LOSSES,
@@ -322,5 +322,5 @@ def test_weights_from_blocks_of_rows_are_those_of_the_whole_batch_to_the_bit(
     loss, lengths = (PAIR_LOSSES if pairs else LOSSES)[name], [9, 0, 3, 3, 8, 1, 2, 5]
     batch = make_batch(lengths, [False, True] * 4, [False] * 7 + [True], seed=0, pairs=pairs)
     whole = global_weights(loss, batch)
-    monkeypatch.setattr(terms, "_PLACES", 8)
+    monkeypatch.setattr(loss_terms, "_PLACES", 8)
     assert global_weights(loss, batch) == whole

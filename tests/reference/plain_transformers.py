@@ -7,9 +7,9 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nrl.algos import Loss, ids_column, needed, output_kind, output_shape
-from nrl.backends.models import splitting
-from nrl.backends.models.pieces import wholes
-from nrl.backends.training.terms import terms_of
+from nrl.backends.models import weight_layout
+from nrl.backends.models.shards import wholes
+from nrl.backends.training.loss_terms import terms_of
 from nrl.batch import Batch, lengths
 
 __all__ = ["gradients", "outputs", "tensors_in_files"]
@@ -74,4 +74,7 @@ def gradients(module: torch.nn.Module, head: str, loss: Loss, batch: Batch) -> t
 
 def tensors_in_files(module: torch.nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors that are shaped like a model's weights, under the names and in the shapes of its files."""
-    return {name: piece.tensor for name, piece in splitting.in_files(wholes(tensors), splitting.parts(module)).items()}
+    return {
+        name: piece.tensor
+        for name, piece in weight_layout.in_files(wholes(tensors), weight_layout.parts(module)).items()
+    }

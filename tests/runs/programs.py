@@ -9,11 +9,12 @@ import attrs
 import numpy as np
 import torch
 
+from nrl import ahead
 from nrl.batch import Batch
-from nrl.checkpoint import Checkpoints
-from nrl.reduce import Mean
-from nrl.runs import Run, run
-from nrl.stream import Source, ahead, counting
+from nrl.batch.metrics import Mean
+from nrl.data import Source, counting
+from nrl.run import Run, run
+from nrl.run.checkpoint import Checkpoints
 
 
 @attrs.frozen

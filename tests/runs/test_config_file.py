@@ -8,8 +8,8 @@ import nrl
 import nrl.config
 from examples import grpo
 from nrl.errors import ConfigError
-from nrl.runs import config_file, run
-from nrl.runs.reporting import report
+from nrl.run import config_file, run
+from nrl.run.reporting import report
 from tests.jsonlines import lines
 from tests.runs.programs import Config, Optimizer, Resumable, walk
 

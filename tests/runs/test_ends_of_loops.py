@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import nrl
+from nrl import ahead, batched, filtered, fresh
 from nrl.batch import Batch
-from nrl.checkpoint import Checkpoints
-from nrl.stream import Source, ahead, batched, counting, filtered, fresh
+from nrl.data import Source, counting
+from nrl.run.checkpoint import Checkpoints
 
 
 def noting(made: list[int]) -> Source[Any]:

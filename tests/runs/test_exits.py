@@ -15,7 +15,7 @@ import pytest
 
 import nrl
 from nrl.errors import ConfigError, DataError, LostActor, ModelError
-from nrl.runs.exits import exit_status
+from nrl.run.exit_codes import exit_status
 
 
 @attrs.frozen

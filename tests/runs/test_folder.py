@@ -10,9 +10,9 @@ import pytest
 
 import nrl
 import nrl.config
-from nrl.checkpoint import Checkpoints
 from nrl.errors import ConfigError, LostActor
-from nrl.runs import Run, run
+from nrl.run import Run, run
+from nrl.run.checkpoint import Checkpoints
 from tests.children import child
 from tests.runs.programs import Config, Resumable, batches, names, walk
 

@@ -10,9 +10,9 @@ import attrs
 import pytest
 
 import nrl
-from nrl.checkpoint import Checkpoints, checkpoints
-from nrl.runs.exits import exit_status
-from nrl.stream import counting
+from nrl.data import counting
+from nrl.run.checkpoint import Checkpoints, checkpoints
+from nrl.run.exit_codes import exit_status
 from tests.children import child, server
 from tests.jsonlines import untimed
 from tests.processes import settled

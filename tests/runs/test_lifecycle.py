@@ -14,14 +14,14 @@ import torch
 
 import nrl
 import nrl.config
-from nrl import checkpoint
-from nrl.checkpoint import Checkpoints
+from nrl import ahead
+from nrl.batch.metrics import Max, Metrics, Sum
+from nrl.data import counting
 from nrl.errors import ArgumentError, CheckpointError, ConfigError
-from nrl.reduce import Max, Metrics, Sum
-from nrl.runs import run
+from nrl.run import checkpoint, run
+from nrl.run.checkpoint import Checkpoints
 from nrl.runtime import done
 from nrl.runtime.trace import measured, timeline
-from nrl.stream import ahead, counting
 from tests.children import child
 from tests.disks import small_disk_at
 from tests.jsonlines import lines, untimed

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nrl.runs.charts import Series
-from nrl.runs.metric_choice import is_flat, key_metrics, order_metrics, time_phases
+from nrl.run.charts import Series
+from nrl.run.metric_choice import is_flat, key_metrics, order_metrics, time_phases
 from nrl.runtime.trace import timeline
 
 

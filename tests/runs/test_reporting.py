@@ -17,12 +17,12 @@ from playwright.sync_api import Browser, FloatRect, Locator, Page, sync_playwrig
 
 from nrl import tiny
 from nrl.batch import Batch
-from nrl.episodes.sample_records import samples
 from nrl.errors import DataError
 from nrl.log import JsonLines
-from nrl.runs import charts, shown_rows
-from nrl.runs.charts import Array
-from nrl.runs.reporting import report, write_page
+from nrl.rollout.sample_records import samples
+from nrl.run import charts, report_rows
+from nrl.run.charts import Array
+from nrl.run.reporting import report, write_page
 from nrl.runtime.trace import timeline
 
 FLAGS = [
@@ -626,8 +626,8 @@ def test_markup_in_conversations_is_text(tmp_path: Path, opened: Opened) -> None
     ],
 )
 def test_parts_that_do_not_fit_are_not_shown(parts: Any) -> None:
-    (rows,) = shown_rows.episodes([row(["x", "y"], [1.0, 1.0], parts=parts, prompt="p")])
-    prompt, policy = shown_rows.episode(rows)["rows"][0]["parts"]
+    (rows,) = report_rows.episodes([row(["x", "y"], [1.0, 1.0], parts=parts, prompt="p")])
+    prompt, policy = report_rows.episode(rows)["rows"][0]["parts"]
     assert (prompt["role"], prompt["text"][0]) == ("prompt", "p")
     assert (policy["role"], policy["tokens"][0]["texts"]) == ("policy", ["x", "y"])
 
@@ -636,7 +636,7 @@ def test_the_reward_of_a_single_turn_is_the_rows() -> None:
     rows = [
         row(["x"], [1.0], parts=[part("policy", 0, 1, reward=1.0)]) | more for more in ({}, {"fork": 0, "forks": 1})
     ]
-    found = [shown_rows.episode(episode)["rows"][0] for episode in shown_rows.episodes(rows)]
+    found = [report_rows.episode(episode)["rows"][0] for episode in report_rows.episodes(rows)]
     assert [each["parts"][0]["reward"] for each in found] == ["", "1"]
 
 

@@ -1,5 +1,6 @@
 """A program that loses processes goes on by itself, and ends as if it had lost none."""
 
+import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -16,11 +17,11 @@ import nrl
 from nrl import data, tiny
 from nrl.algos import sft_loss
 from nrl.backends import adamw, fsdp, load_tokenizer
-from nrl.checkpoint import Checkpoints
+from nrl.batch.metrics import Sum
+from nrl.data import counting
 from nrl.errors import ClosedCluster, ConfigError, LostActor
-from nrl.reduce import Sum
-from nrl.runtime.restarts import begun_again
-from nrl.stream import counting
+from nrl.run.checkpoint import Checkpoints
+from nrl.runtime.restart_state import begun_again
 from tests.jsonlines import untimed
 from tests.weights import assert_equal
 
@@ -77,7 +78,7 @@ EVERYWHERE = [("built", 0), ("pulled", 1), ("stepped", 3), ("logged", 4), ("save
 @pytest.fixture
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     pauses: list[float] = []
-    monkeypatch.setattr("nrl.runs.retries.time", SimpleNamespace(sleep=pauses.append))
+    monkeypatch.setattr(sys.modules["nrl.run.retries"], "time", SimpleNamespace(sleep=pauses.append))
     return pauses
 
 

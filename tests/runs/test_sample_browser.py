@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
-from nrl.runs import sample_pages
-from nrl.runs.reporting import report
+from nrl.run import sample_pages
+from nrl.run.reporting import report
 from tests.log.test_number_text import EXAMPLES
 from tests.runs.test_reporting import EVIL, Opened, browser, opened, rollouts, row, write
 

@@ -9,8 +9,8 @@ import nrl
 from nrl import Batch, tiny
 from nrl.algos import dapo_loss, sft_loss
 from nrl.backends import Trainer, adamw, fsdp
+from nrl.batch.metrics import finalize, merge, without
 from nrl.errors import BatchError, ConfigError
-from nrl.reduce import finalize, merge, without
 from nrl.runtime import Slots
 from tests.weights import assert_equal, weights
 

@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,12 +18,12 @@ import nrl
 from nrl import files, tiny
 from nrl.algos import sft_loss
 from nrl.backends import adamw, fsdp
-from nrl.checkpoint import Checkpoints, checkpoints, newest, verify
+from nrl.data import counting
 from nrl.errors import CheckpointError, LostActor
 from nrl.files import Written, read_manifest
 from nrl.log import wait_for
+from nrl.run.checkpoint import Checkpoints, checkpoints, newest, verify
 from nrl.runtime import Cluster
-from nrl.stream import counting
 from tests.children import server
 from tests.clocks import MINUTE
 from tests.disks import small_disk_at
@@ -53,7 +54,7 @@ def train(cfg: Config, at: Callable[[int], object] = lambda step: None) -> dict[
         for i, batch in run.steps(stream):
             state, metrics = step(state, batch)
             seen += torch.rand(3)  # in place
-            run.log(i, metrics, {"seen": nrl.reduce.Sum(seen.sum())})
+            run.log(i, metrics, {"seen": nrl.batch.metrics.Sum(seen.sum())})
             run.save(i, policy=state, seen=seen, stream=stream)
             at(i)
         return dict(state.params.tensors())
@@ -74,7 +75,7 @@ class Gate:
                 assert self.open.wait(MINUTE)
             return write(path, parts)
 
-        monkeypatch.setattr("nrl.backends.to_save.write_file", writes)
+        monkeypatch.setattr("nrl.backends.training.save_plan.write_file", writes)
 
 
 @pytest.fixture
@@ -151,7 +152,7 @@ def test_one_is_written_at_a_time(
         gate.open.set()
         wait_for(work, say)
 
-    monkeypatch.setattr("nrl.runs.on_its_way.wait_for", waiting)
+    monkeypatch.setattr(sys.modules["nrl.run.async_checkpoint"], "wait_for", waiting)
     root = tmp_path / "checkpoints/train"
 
     def at(step: int) -> None:
@@ -177,7 +178,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
 
     with nrl.run(Walk()) as run:
         for i, _ in run.steps(counting()):
-            run.log(i, {"height": nrl.reduce.Sum(torch.tensor([0.0, 1, 5, 2, 3, 4, 1][i]))})
+            run.log(i, {"height": nrl.batch.metrics.Sum(torch.tensor([0.0, 1, 5, 2, 3, 4, 1][i]))})
             run.save(i, at=i)
     assert [found.step for found in checkpoints(tmp_path / "checkpoints/train")] == [2, 5, 6]
 
@@ -226,7 +227,7 @@ def test_an_error_of_a_writer_does_not_hide_that_of_the_program(
         if step == 1:
             raise ZeroDivisionError
 
-    monkeypatch.setattr("nrl.backends.to_save.write_file", fails)
+    monkeypatch.setattr("nrl.backends.training.save_plan.write_file", fails)
     with pytest.raises(ZeroDivisionError):
         train(Config(f"{tmp_path}"), at)
     said = f"save: {tmp_path}/checkpoints/train/000002 is not complete: save: the checkpoint {tmp_path}/"

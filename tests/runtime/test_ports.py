@@ -9,9 +9,9 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import nrl
-from nrl.command.gym.supervising import free_port
 from nrl.envs.gym.listening import listening
 from nrl.errors import PlacementError
+from nrl.gym.cli.supervising import free_port
 from nrl.runtime.ports import first_free, ports, store
 
 

@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,11 +17,12 @@ import attrs
 import pytest
 
 import nrl
-from nrl.checkpoint import Checkpoints, checkpoints
+from nrl import ahead
+from nrl.data import Source, Stream, counting
 from nrl.errors import LostActor
+from nrl.run.checkpoint import Checkpoints, checkpoints
 from nrl.runtime import preemption
 from nrl.runtime.preemption import Terminated, heeded
-from nrl.stream import Source, Stream, ahead, counting
 from tests.children import ends
 
 
@@ -399,9 +401,7 @@ def test_what_is_lost_outside_of_a_run_after_it_is_no_reason_to_begin_again(tmp_
 
 def test_what_is_closed_after_the_last_step_is_within_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     handlers: list[Any] = []
-    monkeypatch.setattr(
-        "nrl.runs.lifecycle.report_at_end", lambda out: handlers.append(signal.getsignal(signal.SIGTERM))
-    )
+    monkeypatch.setattr(sys.modules["nrl.run.run"], "report_at_end", lambda out: handlers.append(signal.getsignal(signal.SIGTERM)))
     program(tmp_path, items())
     assert [getattr(handler, "__name__", "") for handler in handlers] == ["handle"]
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -433,7 +433,7 @@ SAVING = {
 
 def test_a_program_that_saves_without_steps_has_the_whole_time(tmp_path: Path) -> None:
     begin = (
-        "import os, signal, time\nfrom pathlib import Path\nfrom nrl.checkpoint import save\n"
+        "import os, signal, time\nfrom pathlib import Path\nfrom nrl.run.checkpoint import save\n"
         "from nrl.runtime import preemption\nfrom nrl.runtime.preemption import heeded\n"
         f"preemption._CLOSING, folder = 1.0, Path({str(tmp_path)!r})\n"
         "def term() -> None: os.kill(os.getpid(), signal.SIGTERM)\n"

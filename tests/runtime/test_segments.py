@@ -12,7 +12,7 @@ from nrl import tiny
 from nrl.backends import adamw, fsdp
 from nrl.backends.megatron import _make_engine as megatron_engine
 from nrl.batch.packed_rows import Rectangles
-from nrl.runtime import Layout, segments, transfer
+from nrl.runtime import Layout, cuda_allocator, transfer
 
 
 def chosen() -> str:
@@ -33,9 +33,9 @@ def test_segments_grow_unless_the_environment_says_how_memory_is_allocated(monke
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         with monkeypatch.context() as of:
             of.setenv(name, "max_split_size_mb:64")
-            segments.grow()
+            cuda_allocator.grow()
             assert chosen() == ""
-    segments.grow()
+    cuda_allocator.grow()
     assert chosen() == "expandable_segments:True"
 
 
@@ -46,7 +46,7 @@ def test_what_is_lent_lies_in_fixed_segments(settings: str) -> None:
     inside = list[str]()
 
     def allocates() -> None:
-        with segments.fixed():
+        with cuda_allocator.fixed():
             inside.append(chosen())
             raise MemoryError
 
@@ -57,7 +57,7 @@ def test_what_is_lent_lies_in_fixed_segments(settings: str) -> None:
 
 
 def test_nothing_changes_where_segments_are_fixed() -> None:
-    with segments.fixed():
+    with cuda_allocator.fixed():
         assert chosen() == ""
     assert chosen() == ""
 
@@ -72,7 +72,7 @@ def test_lending_allocates_in_fixed_segments(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(transfer, "_room", watched)
     monkeypatch.setattr(transfer, "_lendable", lambda tensor: True)
-    segments.grow()
+    cuda_allocator.grow()
     tensors = {"x": torch.ones(3), "y": torch.zeros((), dtype=torch.bfloat16)}
     lent = transfer.sent(transfer.lend, tensors)
     tensors["x"].fill_(7)

@@ -7,10 +7,10 @@ from typing import Any, Literal
 import torch
 
 from nrl.arguments import checked
-from nrl.backends.base import Model
-from nrl.backends.engines import TrainEngine
+from nrl.backends.engine import TrainEngine
 from nrl.backends.training.optimizers import Optimizer
 from nrl.backends.training.trainer import Trainer, make_trainer
+from nrl.backends.types import Model
 from nrl.batch import microbatches
 from nrl.batch.packed_rows import Packing, Rectangles
 from nrl.batch.prefixes import microbatches_by_prefix
@@ -110,13 +110,13 @@ def _make_engine(
     """In a process of the mesh, which may be the mesh's alone."""
     from nrl.backends.fsdp.torch_engine import TorchEngine
     from nrl.backends.training.determinism import make_deterministic
-    from nrl.backends.training.devices import device_of
+    from nrl.backends.training.device_metrics import device_of
     from nrl.backends.training.packed_attention import packing_on
-    from nrl.runtime import process, segments
+    from nrl.runtime import cuda_allocator, process
 
     where = device_of("fsdp.trainer", device)
     if alone and where.type == "cuda":  # engines of vLLM, which may lie in the driver's process, refuse them
-        segments.grow()
+        cuda_allocator.grow()
     packing = packing_on(where, packing, model.dtype, "fsdp.trainer")
     if deterministic:
         make_deterministic()

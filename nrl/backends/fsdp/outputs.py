@@ -5,11 +5,11 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+from nrl.backends.models.moe_routers import replaying
 from nrl.backends.models.named_weights import SCORE, head_weight
-from nrl.backends.models.routers import replaying
 from nrl.backends.training import packed_attention
-from nrl.backends.training.heads import numbers, predictions, states
-from nrl.backends.training.plans import Outputs, Plan
+from nrl.backends.training.microbatch_plan import Outputs, Plan
+from nrl.backends.training.output_heads import numbers, predictions, states
 
 __all__ = ["compute"]
 

@@ -30,12 +30,12 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from nrl.backends.base import Piece
-from nrl.backends.fsdp import rounding
-from nrl.backends.models import pieces, splitting
+from nrl.backends.fsdp import mixed_precision
+from nrl.backends.models import shards, weight_layout
+from nrl.backends.models.lazy_weights import Unread
 from nrl.backends.models.named_weights import weight_name
-from nrl.backends.models.streaming import Unread
-from nrl.backends.training.agreement import HeldError, Peers
+from nrl.backends.training.collectives import HeldError, Peers
+from nrl.backends.types import Piece
 from nrl.errors import PlacementError
 
 __all__ = [
@@ -200,7 +200,7 @@ def empty(skeleton: nn.Module, peers: Peers, home: Home) -> nn.Module:
     place, where = OffloadPolicy(), home.device
     if home.offload:  # pinned, so that copies need no wait
         place, where = CPUOffloadPolicy(pin_memory=home.device.type == "cuda"), torch.device("cpu")
-    for layer in rounding.layers(module):
+    for layer in mixed_precision.layers(module):
         fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=place)
     fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=place)
     module._apply(lambda x: torch.empty_like(x, device=where) if x.is_meta else x)
@@ -219,7 +219,7 @@ def empty(skeleton: nn.Module, peers: Peers, home: Home) -> nn.Module:
 def run[T](module: Any, compute: Callable[[], T], dtype: torch.dtype | None = None) -> T:
     """Call a function while the parameters outside of layers are whole, and in the dtype; None: in their own."""
     if not isinstance(module, FSDPModule):
-        with contextlib.nullcontext() if dtype is None else rounding.outside_cast(module, dtype):
+        with contextlib.nullcontext() if dtype is None else mixed_precision.outside_cast(module, dtype):
             return compute()
     found: T = module.nrl_run(compute)  # type: ignore[attr-defined]
     return found
@@ -232,7 +232,7 @@ def reset_after(module: nn.Module) -> Iterator[None]:
     The block has to use the gradients: newer versions of torch discard them when they reset the model.
     """
     try:
-        with contextlib.nullcontext() if isinstance(module, FSDPModule) else rounding.guarded(module):
+        with contextlib.nullcontext() if isinstance(module, FSDPModule) else mixed_precision.guarded(module):
             yield
     finally:
         if isinstance(module, FSDPModule):
@@ -249,7 +249,7 @@ def whole(tensor: Tensor) -> Tensor:
 def piece(name: str, tensor: Tensor) -> Piece:
     """What this process has of a weight; it may be empty."""
     if not isinstance(tensor, DTensor):
-        return pieces.whole(name, tensor)
+        return shards.whole(name, tensor)
     shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     index = tuple(slice(first, first + size) for first, size in zip(offsets, shape, strict=True))
     return Piece(name, tuple(tensor.shape), index, tensor.to_local())
@@ -261,12 +261,12 @@ def own(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
     for name, tensor in tensors.items():
         if id(tensor) not in made:
             made[id(tensor)] = piece(name, tensor)
-    return splitting.in_files({name: made[id(tensor)] for name, tensor in tensors.items()}, parts(module))
+    return weight_layout.in_files({name: made[id(tensor)] for name, tensor in tensors.items()}, parts(module))
 
 
-def parts(module: nn.Module) -> splitting.Parts:
+def parts(module: nn.Module) -> weight_layout.Parts:
     """Of which weights of files a model's are made; it may be sharded, which changes the names of its classes."""
-    return splitting.parts(_UNSHARDED.get(module, module))
+    return weight_layout.parts(_UNSHARDED.get(module, module))
 
 
 def spoken(peers: Peers, name: str, tensor: Tensor) -> Piece:
@@ -275,7 +275,7 @@ def spoken(peers: Peers, name: str, tensor: Tensor) -> Piece:
     if isinstance(tensor, DTensor):
         places = zip(tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=True)
         copy = any(at for placement, at in places if placement.is_replicate())
-    return pieces.nothing(found) if copy else found
+    return shards.nothing(found) if copy else found
 
 
 def skeleton(module: nn.Module) -> nn.Module:

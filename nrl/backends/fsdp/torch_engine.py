@@ -18,40 +18,40 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from nrl.algos import Loss, name_of, needed
-from nrl.backends.base import Model, Piece
-from nrl.backends.fsdp import attention, probe, rounding, sharding, stored
-from nrl.backends.fsdp.loads import Loads, counting
-from nrl.backends.fsdp.optimizing import TorchOptimizer, build_optimizer, optimizer_kind
+from nrl.backends.fsdp import attention, mixed_precision, self_test, sharding, state_dict
+from nrl.backends.fsdp.expert_load_hooks import Loads, counting
+from nrl.backends.fsdp.optimizer import TorchOptimizer, build_optimizer, optimizer_kind
 from nrl.backends.fsdp.outputs import compute
 from nrl.backends.fsdp.torch_state import TorchParams, TorchState
-from nrl.backends.models import loading, lora, splitting
-from nrl.backends.models.describing import save_beside
+from nrl.backends.models import loading, lora, weight_layout
 from nrl.backends.models.exporting import export_weights
+from nrl.backends.models.lazy_weights import Unread
+from nrl.backends.models.model_files import save_beside
+from nrl.backends.models.moe_routers import sizes
 from nrl.backends.models.named_weights import head_weight
-from nrl.backends.models.routers import sizes
-from nrl.backends.models.streaming import Unread
-from nrl.backends.to_save import ToSave
 from nrl.backends.training import storage
+from nrl.backends.training.activation_checkpoint import Checkpointing, options_of
 from nrl.backends.training.adapters import Adapter, params_of
-from nrl.backends.training.agreement import HeldError, Peers
-from nrl.backends.training.curiosity import Curious
+from nrl.backends.training.collectives import HeldError, Peers
 from nrl.backends.training.flops import cost
-from nrl.backends.training.heads import LARGE, PROVIDES, widths
+from nrl.backends.training.h2d import to_device
+from nrl.backends.training.mask_probe import Curious
+from nrl.backends.training.microbatch_plan import Outputs, Plan, left_out_of, plan, read_by, with_outputs
 from nrl.backends.training.optimizers import Optimizer, set_learning_rate
-from nrl.backends.training.plans import Outputs, Plan, left_out_of, plan, read_by, with_outputs
-from nrl.backends.training.reading import written_whole
-from nrl.backends.training.recomputing import Checkpointing, options_of
-from nrl.backends.training.routes import where_routed
+from nrl.backends.training.output_heads import LARGE, PROVIDES, widths
+from nrl.backends.training.router_replay import where_routed
+from nrl.backends.training.save_plan import ToSave
 from nrl.backends.training.step_sums import IDLE, StepSums, check_norm, evened, step_metrics
-from nrl.backends.training.transfers import to_device
+from nrl.backends.training.weight_stream import written_whole
+from nrl.backends.types import Model, Piece
 from nrl.batch import Batch
+from nrl.batch.metrics import Metrics
 from nrl.batch.packed_rows import Packing
 from nrl.errors import ModelError
 from nrl.files import Folder
 from nrl.log import waiting
-from nrl.reduce import Metrics
 from nrl.runtime.intraop import fit_threads
-from nrl.runtime.mesh.resting import FROZEN, rest, wake
+from nrl.runtime.mesh.offload import FROZEN, rest, wake
 
 __all__ = ["TorchEngine"]
 
@@ -66,7 +66,7 @@ def _nothing(name: str) -> Tensor:
 
 @attrs.frozen
 class TorchEngine:
-    """Satisfies `nrl.backends.engines.TrainEngine`; see `nrl.backends.fsdp.trainer` for the fields.
+    """Satisfies `nrl.backends.engine.TrainEngine`; see `nrl.backends.fsdp.trainer` for the fields.
 
     With a ``mesh``, each of its processes makes an engine, and all processes call every method together, with
     micro-batches of their own (possibly none) and otherwise the same arguments. A mesh of one process changes nothing.
@@ -151,7 +151,7 @@ class TorchEngine:
         mine = partial(sharding.spoken, self._peers)
         if isinstance(params, Adapter):
             return lora.adapter(params.params, mine)
-        return splitting.cut(lora.merged(params, mine, sharding.whole), sharding.parts(params))
+        return weight_layout.cut(lora.merged(params, mine, sharding.whole), sharding.parts(params))
 
     def forward(self, params: nn.Module, microbatches: Iterable[Batch], needs: frozenset[str]) -> Sequence[TensorDict]:
         """Outputs without gradients, on the CPU."""
@@ -306,20 +306,20 @@ class TorchEngine:
         """Refuse a model whose numbers this engine would not compute. What is alike is probed once."""
         kind = type(module).__name__, module.config.to_json_string()
         if kind not in self._probed:
-            probe.check(module, self.packing, head=self.model.head == "lm")
+            self_test.check(module, self.packing, head=self.model.head == "lm")
             self._probed.add(kind)
 
     def _ready(self, module: Any) -> nn.Module:
         if self.packing is not None:
             module.set_attn_implementation(attention.register_attention())
         if self._low is not None and self._peers.alone:
-            rounding.round_layers(module, self._low, self.compile)
+            mixed_precision.round_layers(module, self._low, self.compile)
         if self.checkpointing:
             # In versions of transformers with the new name, the old one warns
             enable = getattr(module, "activation_checkpointing_enable", module.gradient_checkpointing_enable)
             enable(options_of(self.checkpointing))
         if self.compile:
-            for layer in rounding.layers(module):
+            for layer in mixed_precision.layers(module):
                 layer.compile(dynamic=True)
         ready: nn.Module = module
         return ready
@@ -361,7 +361,7 @@ class TorchEngine:
         module, adapter = params_of(params), isinstance(params, Adapter)
 
         spoken = partial(sharding.spoken, self._peers)
-        pieces = partial(stored.pieces, module, optimizer, spoken, lora.trained if adapter else None)
+        pieces = partial(state_dict.pieces, module, optimizer, spoken, lora.trained if adapter else None)
         base = lora.signature(module, sharding.whole) if adapter else None
         record: dict[str, Any] = {"step": step, "lora": bool(lora.layers(module)), "base": base}
         if optimizer is not None:
@@ -379,12 +379,12 @@ class TorchEngine:
 
         def pieces(there: Mapping[str, Tensor]) -> Iterator[Piece]:
             if optimizer is not None:
-                stored.fresh_state(module, optimizer, there)
-            return stored.pieces(module, optimizer, sharding.piece, wanted)
+                state_dict.fresh_state(module, optimizer, there)
+            return state_dict.pieces(module, optimizer, sharding.piece, wanted)
 
-        storage.read(folder, stored.shapes(module, wanted), pieces, self._peers)
+        storage.read(folder, state_dict.shapes(module, wanted), pieces, self._peers)
         if optimizer is not None:
-            stored.with_numbers(optimizer)
+            state_dict.with_numbers(optimizer)
         if base is not None:
             lora.check_base(lora.signature(module, sharding.whole), base)
 

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from nrl.backends.fsdp.optimizing import TorchOptimizer
+from nrl.backends.fsdp.optimizer import TorchOptimizer
 from nrl.backends.training.adapters import Adapter
-from nrl.runtime.mesh.resting import rest, to_host, wake
+from nrl.runtime.mesh.offload import rest, to_host, wake
 
 __all__ = ["TorchParams", "TorchState"]
 
@@ -20,7 +20,7 @@ class TorchState(NamedTuple):
     step: int
 
     def rest(self) -> None:
-        """Move model and moments off the device; see `nrl.runtime.mesh.resting.Rests`."""
+        """Move model and moments off the device; see `nrl.runtime.mesh.offload.Rests`."""
         self._move_moments(to_host(self.optimizer))
         rest(self.module)  # which waits for all copies
 

@@ -4,12 +4,12 @@ from functools import partial
 from typing import Any
 
 from nrl.arguments import checked
-from nrl.backends.base import Model, Sampling
 from nrl.backends.hf.hf_engine import HfEngine
 from nrl.backends.models.loading import skeleton
-from nrl.backends.models.routers import sizes
+from nrl.backends.models.moe_routers import sizes
 from nrl.backends.sampling.pool import EnginePool
-from nrl.backends.sampling.seat import meshes
+from nrl.backends.sampling.replica import meshes
+from nrl.backends.types import Model, Sampling
 from nrl.errors import ConfigError
 from nrl.runtime.mesh.placement import Mesh, Slots
 

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nrl.backends.engines import Decoded
+from nrl.backends.engine import Decoded
 from nrl.backends.hf.cache import ATTENTION, Cache, Generic, Preallocated
 from nrl.backends.hf.noise import draw, uniforms
 from nrl.backends.hf.recording import Recording
-from nrl.backends.sampling.request_checks import check_prompts
+from nrl.backends.sampling.validation import check_prompts
 from nrl.errors import GenerationError
 
 __all__ = ["Decoding", "Stops", "decode"]

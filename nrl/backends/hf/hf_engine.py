@@ -7,18 +7,18 @@ from typing import Any, cast
 
 import torch
 
-from nrl.backends.base import Bucket, Model
-from nrl.backends.engines import Decoded, Request
+from nrl.backends.engine import Decoded, Request
 from nrl.backends.hf.cache import prepare
 from nrl.backends.hf.decoding import Decoding, Stops
 from nrl.backends.hf.recording import Recording
 from nrl.backends.models import lora
 from nrl.backends.models.loading import end_tokens, load_tokenizer
-from nrl.backends.models.pieces import Filling, wholes
 from nrl.backends.models.positions import context_length
-from nrl.backends.models.splitting import in_files, parts
+from nrl.backends.models.shards import Filling, wholes
+from nrl.backends.models.weight_layout import in_files, parts
+from nrl.backends.types import Bucket, Model
 from nrl.runtime.intraop import fit_threads
-from nrl.runtime.mesh.resting import rest, wake
+from nrl.runtime.mesh.offload import rest, wake
 
 __all__ = ["HfEngine"]
 
@@ -26,7 +26,7 @@ _SECONDS = 1.0  # that it decodes before it looks whether requests were cancelle
 
 
 class HfEngine:
-    """A `nrl.backends.engines.SampleEngine` that decodes by plain PyTorch; with ``routes`` it records them."""
+    """A `nrl.backends.engine.SampleEngine` that decodes by plain PyTorch; with ``routes`` it records them."""
 
     def __init__(self, model: Model, *, routes: bool = False) -> None:
         module: Any = lora.build(model).eval().requires_grad_(False)
@@ -44,7 +44,7 @@ class HfEngine:
         self._batches: list[tuple[list[Request], Decoding]] = []  # the first is decoded, the others wait
 
     def rest(self) -> None:
-        """Move the model off its device; see `nrl.runtime.mesh.resting.Rests`."""
+        """Move the model off its device; see `nrl.runtime.mesh.offload.Rests`."""
         rest(self.module)
 
     def wake(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nrl.backends.models.routers import routers, sizes
+from nrl.backends.models.moe_routers import routers, sizes
 from nrl.errors import ModelError
 
 __all__ = ["Recording"]

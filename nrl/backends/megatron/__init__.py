@@ -11,10 +11,10 @@ from typing import Any, Literal
 import torch
 
 from nrl.arguments import checked
-from nrl.backends.base import Model
-from nrl.backends.engines import TrainEngine
+from nrl.backends.engine import TrainEngine
 from nrl.backends.training.optimizers import Optimizer
 from nrl.backends.training.trainer import Trainer, make_trainer
+from nrl.backends.types import Model
 from nrl.batch.packed_rows import Packing, Rectangles, Sequences
 from nrl.batch.prefixes import microbatches_by_prefix
 from nrl.errors import ConfigError, ExecutableError
@@ -107,13 +107,13 @@ def _make_engine(
     _quiet()
     from nrl.backends.megatron.megatron_engine import MegatronEngine
     from nrl.backends.megatron.options import options as sorted_options
-    from nrl.backends.training.devices import device_of
+    from nrl.backends.training.device_metrics import device_of
     from nrl.backends.training.packed_attention import packing_on
-    from nrl.runtime import process, segments
+    from nrl.runtime import cuda_allocator, process
 
     where = device_of("megatron.trainer", device)
     if alone and where.type == "cuda":
-        segments.grow()
+        cuda_allocator.grow()
     here = process().device_mesh
     if here is None:  # this process stands for all
         layout = Layout()

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from nrl.backends.base import Piece
 from nrl.backends.megatron.groups import Groups
 from nrl.backends.megatron.weights import spoken
-from nrl.backends.models import lora, splitting
+from nrl.backends.models import lora, weight_layout
 from nrl.backends.models.named_weights import named_tensors
+from nrl.backends.types import Piece
 
 __all__ = ["add", "clear", "merged", "signature"]
 
@@ -256,7 +256,7 @@ def signature(stages: Sequence[Any], skeleton: nn.Module, at: Groups) -> dict[st
     for sums in at.peers.gather(_sums(stages, at)):
         for name, value in sums.items():
             total[name] = total.get(name, 0.0) + value
-    parts = splitting.parts(skeleton)
+    parts = weight_layout.parts(skeleton)
     base = [name for name, _ in named_tensors(skeleton) if not lora.trained(name)]
     in_files = {name: [part.name for part in parts.get(name, ())] or [name] for name in base}
     return {name: sum(total[part] for part in names) for name, names in in_files.items()} | lora.scales(skeleton)

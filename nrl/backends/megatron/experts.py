@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from nrl.backends.models.routers import Routers
+from nrl.backends.models.moe_routers import Routers
 
 __all__ = ["chosen_by", "experts", "forget_loads", "loads"]
 

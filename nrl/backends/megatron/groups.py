@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
-from nrl.backends.training.agreement import Peers
+from nrl.backends.training.collectives import Peers
 from nrl.errors import PlacementError
 from nrl.runtime.mesh.layout import Layout
 

@@ -17,36 +17,36 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from nrl.algos import Loss, name_of, needed
-from nrl.backends.base import Model, Piece
-from nrl.backends.megatron import adapters, folders, stored
-from nrl.backends.megatron import stages as of
-from nrl.backends.megatron.cpu import host
+from nrl.backends.megatron import adapters, checkpoint_io, stored
+from nrl.backends.megatron import pipeline as of
+from nrl.backends.megatron.cp_slice import Tokens, tokens
+from nrl.backends.megatron.cuda_shim import host
 from nrl.backends.megatron.experts import chosen_by, forget_loads, loads
 from nrl.backends.megatron.families import architecture
 from nrl.backends.megatron.groups import Groups, groups
 from nrl.backends.megatron.options import Options
-from nrl.backends.megatron.tokens import Tokens, tokens
 from nrl.backends.megatron.weights import joined, own, spoken
-from nrl.backends.models import loading, lora, splitting
+from nrl.backends.models import loading, lora, weight_layout
 from nrl.backends.models.named_weights import head_weight, named_tensors
-from nrl.backends.models.pieces import Filling, whole
-from nrl.backends.to_save import ToSave
+from nrl.backends.models.shards import Filling, whole
 from nrl.backends.training import storage
 from nrl.backends.training.adapters import Adapter, params_of
-from nrl.backends.training.agreement import HeldError
-from nrl.backends.training.balance import balance
-from nrl.backends.training.curiosity import Curious
-from nrl.backends.training.heads import PROVIDES, widths
+from nrl.backends.training.collectives import HeldError
+from nrl.backends.training.expert_load import balance
+from nrl.backends.training.h2d import to_device
+from nrl.backends.training.mask_probe import Curious
+from nrl.backends.training.microbatch_plan import Outputs, Plan, left_out_of, plan, read_by, with_outputs
 from nrl.backends.training.optimizers import Optimizer, set_learning_rate
-from nrl.backends.training.plans import Outputs, Plan, left_out_of, plan, read_by, with_outputs
-from nrl.backends.training.routes import where_routed
+from nrl.backends.training.output_heads import PROVIDES, widths
+from nrl.backends.training.router_replay import where_routed
+from nrl.backends.training.save_plan import ToSave
 from nrl.backends.training.step_sums import IDLE, StepSums, check_norm, evened, step_metrics
-from nrl.backends.training.transfers import to_device
+from nrl.backends.types import Model, Piece
 from nrl.batch import Batch
+from nrl.batch.metrics import Metrics
 from nrl.batch.packed_rows import Packing
 from nrl.errors import ConfigError
 from nrl.files import Folder
-from nrl.reduce import Metrics
 from nrl.runtime.intraop import fit_threads
 from nrl.runtime.mesh.layout import Layout
 
@@ -70,7 +70,7 @@ class MegatronState(NamedTuple):
 
 @attrs.frozen(eq=False)
 class MegatronEngine:
-    """Satisfies `nrl.backends.engines.TrainEngine`; see `nrl.backends.megatron.trainer` for the fields."""
+    """Satisfies `nrl.backends.engine.TrainEngine`; see `nrl.backends.megatron.trainer` for the fields."""
 
     model: Model
     optimizer: Optimizer
@@ -97,7 +97,7 @@ class MegatronEngine:
     @property
     def widths(self) -> dict[str, int]:
         """The last dimension of logits and of hidden states."""
-        return widths(head_weight(folders.skeleton(self.model))[0], self.provides)
+        return widths(head_weight(checkpoint_io.skeleton(self.model))[0], self.provides)
 
     # --- states and params
 
@@ -110,8 +110,8 @@ class MegatronEngine:
 
     def receive(self, state: MegatronState) -> "_Receiving":
         """Replace the weights of a fresh train state."""
-        stages, skeleton = state.stages, folders.skeleton(self.model)
-        own = partial(folders.fillable, stages, skeleton, self._at)
+        stages, skeleton = state.stages, checkpoint_io.skeleton(self.model)
+        own = partial(checkpoint_io.fillable, stages, skeleton, self._at)
         return _Receiving(lora.Receiving(own, partial(adapters.clear, stages), "trainer.init"), state.optimizer)
 
     def params(self, state: MegatronState) -> of.Stages:
@@ -134,7 +134,7 @@ class MegatronEngine:
     def freeze(self, params: of.Stages) -> of.Stages:
         """A frozen copy."""
         model = params[0].model
-        made = self._built(model, folders.skeleton(model))
+        made = self._built(model, checkpoint_io.skeleton(model))
         with torch.no_grad():
             for copy, stage in zip(made, params, strict=True):
                 for mine, other in zip(copy.parameters(), stage.parameters(), strict=True):
@@ -302,11 +302,11 @@ class MegatronEngine:
         read: Any = None
         with held.back():
             if peers.rank == 0:
-                module, read = folders.read(model)
+                module, read = checkpoint_io.read(model)
         held.meet(who)
-        skeleton = folders.skeleton(model)
-        stages, found = self._built(model, skeleton), splitting.parts(skeleton)
-        filling = Filling(folders.fillable(stages, skeleton, self._at), who, other_head=True)
+        skeleton = checkpoint_io.skeleton(model)
+        stages, found = self._built(model, skeleton), weight_layout.parts(skeleton)
+        filling = Filling(checkpoint_io.fillable(stages, skeleton, self._at), who, other_head=True)
         there = dict(named_tensors(module)) if module is not None else {}
         for name, like in named_tensors(skeleton):
             value = torch.zeros(like.shape, dtype=like.dtype)
@@ -316,7 +316,7 @@ class MegatronEngine:
             value = value.to(self.device).contiguous()
             if not peers.alone:
                 dist.broadcast(value, group=peers.group, group_src=0)
-            filling.add(splitting.cut([whole(name, value)], found))
+            filling.add(weight_layout.cut([whole(name, value)], found))
         filling.end()
         held.meet(who)
         return stages
@@ -326,7 +326,7 @@ class MegatronEngine:
     def save(self, state: MegatronState, params: _Params) -> ToSave:
         """Stages and optimizer."""
         pieces = partial(stored.of_training, state.copies, state.optimizer, self._at, spoken=True)
-        return folders.to_save(params, pieces, state.step, self._at)
+        return checkpoint_io.to_save(params, pieces, state.step, self._at)
 
     def restore(self, folder: Folder, record: Mapping[str, Any]) -> MegatronState:
         """Read files of `save`, which any number of processes wrote, of this engine or another one."""
@@ -339,14 +339,14 @@ class MegatronEngine:
             yield from stored.of_training(copies, optimizer, self._at, spoken=False, wanted=wanted)
 
         with host(self.device):
-            folders.restore(folder, state.stages, pieces, record, self._at)
+            checkpoint_io.restore(folder, state.stages, pieces, record, self._at)
             stored.updated(copies, optimizer)
         return state._replace(step=record["step"])
 
     def save_params(self, params: _Params) -> ToSave:
         """Stages."""
         pieces = partial(stored.of_model, spoken(params_of(params), self._at))
-        return folders.to_save(params, pieces, 0, self._at)
+        return checkpoint_io.to_save(params, pieces, 0, self._at)
 
     def restore_params(self, folder: Folder, record: Mapping[str, Any]) -> of.Stages:
         """Read files of `save_params`."""
@@ -356,12 +356,12 @@ class MegatronEngine:
         def pieces(_: Collection[str], wanted: Callable[[str], bool]) -> Iterator[Piece]:
             return stored.of_model((piece for _, piece, _ in own(stages, self._at)), wanted)
 
-        folders.restore(folder, stages, pieces, record, self._at)
+        checkpoint_io.restore(folder, stages, pieces, record, self._at)
         return stages
 
     def export(self, params: _Params, folder: Path) -> None:
         """Write a folder that transformers and vLLM load; of an adapter, one that peft loads."""
-        folders.export(folder, params, self.pieces(params), self._at)
+        checkpoint_io.export(folder, params, self.pieces(params), self._at)
 
 
 def _frozen(stages: of.Stages) -> of.Stages:

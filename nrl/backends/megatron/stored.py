@@ -12,10 +12,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from nrl.backends.base import Piece
 from nrl.backends.megatron.groups import Groups
 from nrl.backends.megatron.weights import own
 from nrl.backends.training.storage import KEYS, MODEL, MOMENTS
+from nrl.backends.types import Piece
 
 __all__ = ["fresh_moments", "of_model", "of_training", "ranges", "updated"]
 
@@ -85,7 +85,7 @@ def ranges(piece: Piece, first: int, size: int) -> Iterator[tuple[tuple[slice, .
     Yields:
         The index of a block in the whole weight, and where its numbers begin and end among the given ones.
 
-    >>> from nrl.backends.models.pieces import whole
+    >>> from nrl.backends.models.shards import whole
     >>> list(ranges(whole("w", torch.zeros(3, 4)), -2, 5))
     [((slice(0, 1, None), slice(2, 4, None)), 0, 2), ((slice(1, 2, None), slice(0, 3, None)), 2, 5)]
     """

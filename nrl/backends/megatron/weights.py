@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nrl.backends.base import Piece
 from nrl.backends.megatron.groups import Groups, is_expert
 from nrl.backends.models.named_weights import SCORE
-from nrl.backends.models.pieces import whole
+from nrl.backends.models.shards import whole
+from nrl.backends.types import Piece
 
 __all__ = ["joined", "own", "spoken"]
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nrl.backends.base import Model
-from nrl.backends.models import pieces, safetensors, splitting
+from nrl.backends.models import safetensors, shards, weight_layout
 from nrl.backends.models.loading import GENERATION, save_model, skeleton
 from nrl.backends.models.named_weights import check_arrived, named_tensors
+from nrl.backends.types import Model
 from nrl.log import waiting
 
 __all__ = ["export_described", "export_weights"]
@@ -57,7 +57,7 @@ def export_weights(weights: Iterable[tuple[str, Tensor]], skeleton: nn.Module, f
     Where a weight of files is made of several of the model's, all are held until the last one came.
 
     Args:
-        weights: of the model, whole, as `nrl.backends.models.splitting.cut` gives them; tied ones once.
+        weights: of the model, whole, as `nrl.backends.models.weight_layout.cut` gives them; tied ones once.
         skeleton: the model without its adapter; its weights take no memory, and have the dtypes that files get.
         folder: where to.
 
@@ -66,9 +66,9 @@ def export_weights(weights: Iterable[tuple[str, Tensor]], skeleton: nn.Module, f
     """
     for stale in chain(folder.glob("model*.safetensors"), folder.glob(_INDEX)):
         stale.unlink()
-    parts = splitting.parts(skeleton)
+    parts = weight_layout.parts(skeleton)
     own = dict(named_tensors(skeleton))
-    files = {piece.name: piece.tensor for piece in splitting.cut(map(pieces.whole, own, own.values()), parts)}
+    files = {piece.name: piece.tensor for piece in weight_layout.cut(map(shards.whole, own, own.values()), parts)}
     if _shapes(files) != _shapes(_in_files(skeleton, own)):
         module: Any = skeleton.to_empty(device="cpu")
         module.tie_weights()  # torch has untied them

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nrl.backends.base import Model
 from nrl.backends.models.named_weights import SCORE, a_few, is_score
+from nrl.backends.types import Model
 from nrl.errors import ModelError
 from nrl.log import waiting
 

@@ -20,8 +20,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from nrl.backends.base import Bucket, Model, Piece
-from nrl.backends.models import loading, named_weights, pieces, streaming
+from nrl.backends.models import lazy_weights, loading, named_weights, shards
+from nrl.backends.types import Bucket, Model, Piece
 from nrl.errors import ModelError
 
 __all__ = [
@@ -91,12 +91,12 @@ def build(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
     return _adapted(loading.build(model, dtype=dtype), model)
 
 
-def unread(model: Model, *, dtype: torch.dtype | None = None) -> streaming.Unread | None:
-    """As `build`, with a base whose weights are still to be read; see `nrl.backends.models.streaming.unread`.
+def unread(model: Model, *, dtype: torch.dtype | None = None) -> lazy_weights.Unread | None:
+    """As `build`, with a base whose weights are still to be read; see `nrl.backends.models.lazy_weights.unread`.
 
     A value or reward head is read where an adapter's folder has one, too, which replaces it.
     """
-    found = streaming.unread(model, dtype=dtype)
+    found = lazy_weights.unread(model, dtype=dtype)
     if found is not None:
         head: Any = found.module.score if isinstance(model.lora, str) and model.head != "lm" else nn.Identity()
         for name, _ in list(head.named_parameters()):
@@ -111,9 +111,9 @@ def unread(model: Model, *, dtype: torch.dtype | None = None) -> streaming.Unrea
     return found
 
 
-def unfilled(model: Model, *, dtype: torch.dtype | None = None) -> streaming.Unread:
+def unfilled(model: Model, *, dtype: torch.dtype | None = None) -> lazy_weights.Unread:
     """As `unread`, of a model whose weights nobody reads: they come from elsewhere, or do not matter."""
-    return streaming.emptied(skeleton(model, dtype=dtype))
+    return lazy_weights.emptied(skeleton(model, dtype=dtype))
 
 
 def _adapted(module: nn.Module, model: Model) -> nn.Module:
@@ -122,7 +122,7 @@ def _adapted(module: nn.Module, model: Model) -> nn.Module:
         _wrap(module, model)
         if isinstance(model.lora, str):
             who = f"Model(lora='{model.lora}')"
-            pieces.fill(pieces.wholes(some(module, trained)), read(model.lora), who=who)
+            shards.fill(shards.wholes(some(module, trained)), read(model.lora), who=who)
     return module
 
 
@@ -165,7 +165,7 @@ def _identity(tensor: Tensor) -> Tensor:
 
 def merged(
     module: nn.Module,
-    piece: Callable[[str, Tensor], Piece] = pieces.whole,
+    piece: Callable[[str, Tensor], Piece] = shards.whole,
     whole: Callable[[Tensor], Tensor] = _identity,
 ) -> Iterator[Piece]:
     """The weights of a model with its adapters added in, one at a time.
@@ -192,7 +192,7 @@ def _delta(layer: Any, index: tuple[slice, ...], whole: Callable[[Tensor], Tenso
     return found
 
 
-def adapter(module: nn.Module, piece: Callable[[str, Tensor], Piece] = pieces.whole) -> Iterator[Piece]:
+def adapter(module: nn.Module, piece: Callable[[str, Tensor], Piece] = shards.whole) -> Iterator[Piece]:
     """The `trained` weights of a model with an adapter, one at a time; ``piece`` as for `merged`."""
     return (piece(name, tensor) for name, tensor in named_weights.named_tensors(module) if trained(name))
 
@@ -210,7 +210,7 @@ def replaced(module: nn.Module) -> dict[str, Tensor]:
 class Receiving:
     """Takes the adapter of a model on the same base; or all weights, under an adapter that changes nothing yet.
 
-    Satisfies `nrl.backends.engines.Receives`. The first weight that comes tells which of the two. The weights may be of
+    Satisfies `nrl.backends.engine.Receives`. The first weight that comes tells which of the two. The weights may be of
     a model with another head: then all but the head is used.
 
     Args:
@@ -226,7 +226,7 @@ class Receiving:
         who: str,
     ) -> None:
         self._own, self._clear, self._who = own, clear, who
-        self._filling: pieces.Filling | None = None
+        self._filling: shards.Filling | None = None
 
     def add(self, bucket: Bucket) -> None:
         """Copy some in."""
@@ -238,10 +238,10 @@ class Receiving:
         self._begun(False).end()
 
     @torch.no_grad()
-    def _begun(self, alone: bool) -> pieces.Filling:
+    def _begun(self, alone: bool) -> shards.Filling:
         if self._filling is None:
             wanted = trained if alone else lambda name: not _of_adapter(name)
-            self._filling = pieces.Filling(self._own(wanted), self._who, other_head=True)
+            self._filling = shards.Filling(self._own(wanted), self._who, other_head=True)
             if not alone:
                 self._clear()
         return self._filling
@@ -396,7 +396,7 @@ def read(folder: str) -> Iterator[Piece]:
 
     with safe_open(Path(folder) / _FILE, "pt") as file:
         for name in file.keys():
-            yield pieces.whole(name.removeprefix(_PREFIX), file.get_tensor(name))
+            yield shards.whole(name.removeprefix(_PREFIX), file.get_tensor(name))
 
 
 def _refused(model: Model, why: str) -> ModelError:

@@ -11,14 +11,14 @@ from typing import Any, cast
 import attrs
 
 from nrl.arguments import checked
-from nrl.backends.base import Bucket, Chunks, Completion, Model, Sampling
 from nrl.backends.models.loading import end_tokens, load_config, load_tokenizer
 from nrl.backends.models.positions import count_positions
 from nrl.backends.openai.client import connected
 from nrl.backends.openai.endpoint import Endpoint, Meaning, probe, served
 from nrl.backends.openai.several import Servers
-from nrl.backends.samplers import Capabilities, Inflight
-from nrl.backends.sampling.request_checks import check_prompts, truncates, warn_of_truncation
+from nrl.backends.sampling.base import Capabilities, Inflight
+from nrl.backends.sampling.validation import check_prompts, truncates, warn_of_truncation
+from nrl.backends.types import Bucket, Chunks, Completion, Model, Sampling
 from nrl.errors import ArgumentError, GenerationError
 from nrl.runtime.mesh.futures import Future, gathered
 from nrl.runtime.threads import beside

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import attrs
 import torch
 
-from nrl.backends.base import Completion, Sampling
 from nrl.backends.openai.client import Server, excerpt
+from nrl.backends.types import Completion, Sampling
 from nrl.errors import ClusterError, GenerationError, LostRequest
 from nrl.runtime.mesh.futures import gathered
 from nrl.runtime.threads import beside

@@ -6,9 +6,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nrl.backends.base import Completion
 from nrl.backends.openai.endpoint import Endpoint
-from nrl.backends.sampling.routing import Router
+from nrl.backends.sampling.prefix_router import Router
+from nrl.backends.types import Completion
 from nrl.errors import ClusterError, LostRequest
 
 __all__ = ["Servers"]

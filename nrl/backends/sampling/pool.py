@@ -17,16 +17,16 @@ from typing import cast
 
 import attrs
 
-from nrl.backends.base import Bucket, Chunks, Completion, Model, Sampling
-from nrl.backends.engines import GIVEN_UP, Request, SampleEngine
+from nrl.backends.engine import GIVEN_UP, Request, SampleEngine
 from nrl.backends.models.loading import load_tokenizer
-from nrl.backends.samplers import Capabilities, Inflight
-from nrl.backends.sampling.request_checks import check_prompts, warn_of_truncation
-from nrl.backends.sampling.routing import Router
-from nrl.backends.sampling.seat import Awaited, Seat, SeatState, Work
+from nrl.backends.sampling.base import Capabilities, Inflight
+from nrl.backends.sampling.prefix_router import Router
+from nrl.backends.sampling.replica import Awaited, Seat, SeatState, Work
+from nrl.backends.sampling.validation import check_prompts, warn_of_truncation
 from nrl.backends.sampling.weights import Weights, give, say
+from nrl.backends.types import Bucket, Chunks, Completion, Model, Sampling
 from nrl.errors import ConsumedState, DeadlineExceeded, GenerationError, LostRequest, ModelError, WeightMismatch
-from nrl.log import waits
+from nrl.log import slow_wait
 from nrl.runtime.mesh.futures import Future, done, gathered
 from nrl.runtime.mesh.placement import Mesh
 
@@ -46,7 +46,7 @@ class EnginePool:
         make: makes an engine, in each process.
         model: to sample from.
         sampling: for calls that do not say.
-        tolerance: see `nrl.backends.samplers.Capabilities`.
+        tolerance: see `nrl.backends.sampling.base.Capabilities`.
         media: likewise.
         routes: likewise.
 
@@ -121,7 +121,7 @@ class EnginePool:
         return gathered(self._ask(prompts, seeds, sampling))
 
     def everywhere(self, prompt: Sequence[int], sampling: Sampling) -> Future[list[Completion]]:
-        """Let every engine complete a prompt; see `nrl.backends.samplers.Probed`.
+        """Let every engine complete a prompt; see `nrl.backends.sampling.base.Probed`.
 
         Engines that are being started again are left out, unless there are no others.
         """
@@ -281,7 +281,7 @@ class EnginePool:
             self._changed.notify_all()
         self._work_where_wanted()
         death, count = str(error).partition(" The last lines of its log:")[0], len(asked) + len(waiting)
-        waits.say(
+        slow_wait.say(
             f"{death} Its {count} requests are asked again, and mesh '{seat.mesh.name}' is started again in "
             f"{seat.mesh.slots!r}"
         )

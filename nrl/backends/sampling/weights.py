@@ -9,10 +9,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from nrl.backends.base import Bucket, Completion, Sampling, top_k
-from nrl.backends.samplers import capabilities
-from nrl.backends.sampling.seat import Seat
+from nrl.backends.sampling.base import capabilities
+from nrl.backends.sampling.replica import Seat
 from nrl.backends.training.states import Params
+from nrl.backends.types import Bucket, Completion, Sampling, top_k
 from nrl.batch import Batch
 from nrl.errors import CorruptedTransfer, TransferError, WeightMismatch
 from nrl.runtime.mesh.futures import Coming, Future, on_its_way

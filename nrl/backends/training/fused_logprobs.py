@@ -22,7 +22,7 @@ from nrl.backends.training.head_chunks import (
     factor_of,
     slices,
 )
-from nrl.backends.training.vocabulary import VocabularyShard
+from nrl.backends.training.vocab_parallel import VocabularyShard
 from nrl.errors import ConfigError
 
 __all__ = ["KEEP_BYTES", "linear_logprobs", "linear_top_k"]

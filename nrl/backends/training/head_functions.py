@@ -25,7 +25,7 @@ from nrl.backends.training.head_chunks import (
     factor_of,
     slices,
 )
-from nrl.backends.training.vocabulary import VocabularyShard
+from nrl.backends.training.vocab_parallel import VocabularyShard
 
 __all__ = ["call_on", "linear_logits", "map_logits"]
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import attrs
 
 from nrl.arguments import Unbounded, checked, described, register_kind
-from nrl.backends.training.rates import Schedule, fraction
+from nrl.backends.training.lr_schedule import Schedule, fraction
 from nrl.errors import ArgumentError
 
 __all__ = [
@@ -169,7 +169,7 @@ def adamw(
         eps: added to the root of the second moment.
         weight_decay: decoupled; multiplied by the learning rate. Matrices only: norms and biases are left out.
         moments: in which both moments are kept; in bfloat16 they are stochastically rounded after each step, and
-            computed in float32 (`nrl.backends.training.stochastic`).
+            computed in float32 (`nrl.backends.training.stochastic_rounding`).
         clip: the largest global norm of the gradient; infinity (``.inf`` in a configuration) for none.
         schedule: of the learning rate, or a function of the optimizer step, which counts from 0: the rate as a multiple
             of ``lr``. None: constant.

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from nrl.arguments import register_kind
-from nrl.backends.base import Bucket
-from nrl.backends.models.pieces import Joining
-from nrl.backends.training import on_ranks
+from nrl.backends.models.shards import Joining
+from nrl.backends.training import worker
+from nrl.backends.types import Bucket
 from nrl.errors import ModelError
 from nrl.runtime.mesh.futures import Future
 from nrl.runtime.mesh.handles import Handle
@@ -36,7 +36,7 @@ class Params:
         *,
         published: bool,
         adapter_of: Any,
-        find: on_ranks.Find = on_ranks.as_it_is,
+        find: worker.Find = worker.as_it_is,
     ) -> None:
         self.handle, self.trainer, self.version, self.published = handle, trainer, version, published
         self.adapter_of = adapter_of
@@ -47,7 +47,7 @@ class Params:
     @property
     def whole(self) -> bool:
         """Whether they are more than an adapter."""
-        return self.find in (on_ranks.as_it_is, on_ranks.of_state)
+        return self.find in (worker.as_it_is, worker.of_state)
 
     def check_whole(self, who: str) -> None:
         """Check that they are more than an adapter.
@@ -76,7 +76,7 @@ class Params:
             self.version,
             published=self.published,
             adapter_of=self.adapter_of,
-            find=partial(on_ranks.adapter_of, self.find),
+            find=partial(worker.adapter_of, self.find),
         )
 
     def buckets(

@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from nrl.algos import Loss
-from nrl.backends.training.agreement import HeldError, Peers
-from nrl.backends.training.devices import FLOPS
+from nrl.backends.training.collectives import HeldError, Peers
+from nrl.backends.training.device_metrics import FLOPS
 from nrl.backends.training.flops import Cost, step_flops
-from nrl.backends.training.gradients import ignores, value_and_grad
-from nrl.backends.training.plans import Plan
-from nrl.backends.training.terms import check_weights, no_gradient
+from nrl.backends.training.loss_terms import check_weights, no_gradient
+from nrl.backends.training.microbatch_plan import Plan
+from nrl.backends.training.value_and_grad import ignores, value_and_grad
 from nrl.batch import Batch, lengths
+from nrl.batch.metrics import Mean, Metrics, Sum, merge
 from nrl.errors import BatchError, NotFinite
-from nrl.reduce import Mean, Metrics, Sum, merge
 
 __all__ = ["IDLE", "StepSums", "check_norm", "evened", "step_metrics"]
 

@@ -2,7 +2,7 @@
 
 The files are safetensors, one a process, in the form of torch.distributed.checkpoint (DCP), with the offsets of each
 piece in its whole tensor. DCP's own writer does not compute checksums, so this module says what is in the files, and
-`nrl.backends.to_save` writes them. See docs/decisions/0024-checksums-are-computed-by-the-writer.md.
+`nrl.backends.training.save_plan` writes them. See docs/decisions/0024-checksums-are-computed-by-the-writer.md.
 
 The weights of a model are ``model.`` and their Hugging Face name; the state of an optimizer ``optimizer.``, that
 name, and what the optimizer calls it, such as one of `KEYS`. So any engine reads what any other has written.
@@ -20,12 +20,12 @@ import attrs
 import torch
 from torch import Tensor
 
-from nrl.backends.base import Piece
 from nrl.backends.models import safetensors
 from nrl.backends.models.named_weights import SAME, a_few, check_weight
-from nrl.backends.models.pieces import Joining, apart, fill
-from nrl.backends.to_save import ToSave
-from nrl.backends.training.agreement import HeldError, Peers
+from nrl.backends.models.shards import Joining, apart, fill
+from nrl.backends.training.collectives import HeldError, Peers
+from nrl.backends.training.save_plan import ToSave
+from nrl.backends.types import Piece
 from nrl.errors import CheckpointError, ModelError
 from nrl.files import NOT_FINITE, Buffer, Folder, check_parts, part, saved_in
 

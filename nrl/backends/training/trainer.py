@@ -15,15 +15,14 @@ from torch import Tensor
 
 from nrl.algos import LogitsOutput, Loss, name_of, needed
 from nrl.arguments import check_argument, checked, register_kind
-from nrl.backends.base import Bucket, Model
-from nrl.backends.base import top_k as top_k_named
-from nrl.backends.engines import TrainEngine
-from nrl.backends.models.describing import DESCRIPTION, description
+from nrl.backends.engine import TrainEngine
 from nrl.backends.models.exporting import export_described
 from nrl.backends.models.loading import load_configs
+from nrl.backends.models.model_files import DESCRIPTION, description
 from nrl.backends.models.positions import count_positions
-from nrl.backends.training import on_ranks, reading, shared_folders
-from nrl.backends.training.before_step import (
+from nrl.backends.training import shared_fs, weight_stream, worker
+from nrl.backends.training.async_save import all_written
+from nrl.backends.training.batch_checks import (
     check_finite,
     check_needs,
     check_sampled,
@@ -35,15 +34,17 @@ from nrl.backends.training.before_step import (
     with_shares,
 )
 from nrl.backends.training.determinism import refusing
-from nrl.backends.training.devices import PREFIX
-from nrl.backends.training.heads import LARGE
-from nrl.backends.training.law import check_law
-from nrl.backends.training.plans import check_room
+from nrl.backends.training.device_metrics import PREFIX
+from nrl.backends.training.loss_checks import check_law
+from nrl.backends.training.loss_terms import LOGPROBS, global_weights
+from nrl.backends.training.microbatch_plan import check_room
+from nrl.backends.training.output_heads import LARGE
 from nrl.backends.training.states import Params, TrainState
-from nrl.backends.training.terms import LOGPROBS, global_weights
-from nrl.backends.training.writers import all_written
+from nrl.backends.types import Bucket, Model
+from nrl.backends.types import top_k as top_k_named
 from nrl.batch import Batch, deal, microbatches, restore
 from nrl.batch.handles import stand_ins, without_handles
+from nrl.batch.metrics import Mean, Metrics, Sum, merge, without
 from nrl.errors import ArgumentError, CheckpointError, ModelError
 from nrl.files import (
     MANIFEST,
@@ -61,11 +62,10 @@ from nrl.files import (
     write_manifest,
 )
 from nrl.files import write as write_file
-from nrl.reduce import Mean, Metrics, Sum, merge, without
 from nrl.runtime import Future, Handle, Mesh, done
-from nrl.runtime.mesh.calling import Each, call, from_all, from_first, method
 from nrl.runtime.mesh.futures import on_its_way
 from nrl.runtime.mesh.processes import Donated, Out, Rows, Value
+from nrl.runtime.mesh.rpc import Each, call, from_all, from_first, method
 from nrl.runtime.preemption import note_save
 from nrl.runtime.trace import measured
 from nrl.runtime.transfer import route
@@ -183,7 +183,7 @@ class Trainer:
 
     def _state(self, values: list[Value], step: int, version: int, published: bool, adapter: Any) -> TrainState:
         handle = Handle(self.mesh, self, "train state", values)
-        params = Params(handle, self, version, published=published, adapter_of=adapter, find=on_ranks.of_state)
+        params = Params(handle, self, version, published=published, adapter_of=adapter, find=worker.of_state)
         return TrainState(params, step)
 
     def _params(self, values: list[Value], version: int, published: bool, adapter: Any) -> Params:
@@ -196,13 +196,11 @@ class Trainer:
         """What `Params.buckets` gives."""
         way = route(self.mesh, to)
         # Those that receive may be on the same devices, and both have to be there
-        pieces = Each(
-            self._call(who, partial(on_ranks.read, params.find, dtype), self._borrow(params, who), turn=False)
-        )
-        some, more = partial(reading.next_bucket, who, way.send, way.same), True
+        pieces = Each(self._call(who, partial(worker.read, params.find, dtype), self._borrow(params, who), turn=False))
+        some, more = partial(weight_stream.next_bucket, who, way.send, way.same), True
         while more:
             bucket, going_on = call(self.mesh, who, some, pieces, outs=(way.out, Out.all), turn=False)
-            yield bucket.then(reading.received)
+            yield bucket.then(weight_stream.received)
             more = any(going_on.then(list).result())
             with self._stepping:
                 self._borrow(params, who)  # in another thread a step may have changed them meanwhile: it raises
@@ -249,8 +247,8 @@ class Trainer:
         widths = self._widths(needs)
         if "logits" in needs:
             check_room(f"{who}: logits", batch["input_ids"].numel(), widths["logits"], "give it fewer rows at a time")
-        likes = on_ranks.outputs_like(batch, needs, widths)
-        fn = partial(on_ranks.forward, self._split, frozenset(needs), widths, params.find)
+        likes = worker.outputs_like(batch, needs, widths)
+        fn = partial(worker.forward, self._split, frozenset(needs), widths, params.find)
         replies = self._call(who, fn, values, *shards, outs=(Out.each,) * len(likes))
         return {
             name: reply.then(partial(_in_order, who, rows), rows, like)
@@ -299,7 +297,7 @@ class Trainer:
 
     @cached_property
     def _frozen_token(self) -> int | None:
-        """`nrl.backends.engines.TrainEngine.frozen_token`."""
+        """`nrl.backends.engine.TrainEngine.frozen_token`."""
         found: int | None = from_first(self.mesh, self.name, attrgetter("frozen_token"), self._engines)
         return found
 
@@ -356,7 +354,7 @@ class Trainer:
             frozen = frozen or told_of_frozen_token(who, here, self._frozen_token)
             _, shards = self._shards(batch)
             # What stays the same from step to step is part of the function, which a process remembers
-            fn = partial(on_ranks.train, loss, self._split)
+            fn = partial(worker.train, loss, self._split)
             donated, consume = Each([Donated(value) for value in values]), partial(state.handle.donate, self, who)
             with self._stepping:
                 new, found = self._call(who, fn, donated, weights, *shards, outs=(Out.kept, Out.all), sent=consume)
@@ -370,7 +368,7 @@ class Trainer:
     # --- folders
 
     def save(self, value: TrainState | Params, folder: str | Folder) -> dict[str, Written]:
-        """Write a train state or params to the last bit; `nrl.checkpoint` makes it atomic.
+        """Write a train state or params to the last bit; `nrl.run.checkpoint` makes it atomic.
 
         Of an adapter on the weights that `Model` names, the adapter alone.
 
@@ -382,7 +380,7 @@ class Trainer:
 
     def write(self, value: TrainState | Params, folder: str | Folder) -> Saved:
         """As `save`, but for the manifest, which is left to who writes that of a folder above."""
-        fn, values, folder, record = self._to_save(on_ranks.write, value, folder)
+        fn, values, folder, record = self._to_save(worker.write, value, folder)
         each: list[Saved] = from_all(self.mesh, "save", fn, self._engines, values, folder)
         return self._written(each, folder, record)
 
@@ -392,7 +390,7 @@ class Trainer:
         Returns:
             What waits for the files, in any thread, and raises what their writers raised.
         """
-        fn, values, folder, record = self._to_save(on_ranks.begin_writing, value, folder)
+        fn, values, folder, record = self._to_save(worker.begin_writing, value, folder)
         writers, copied = self._call("save", fn, values, folder, outs=(Out.kept, Out.all))
         copied.then(list).result()
         return lambda: self._written(all_written(self.mesh, writers), folder, record)
@@ -418,7 +416,7 @@ class Trainer:
         return partial(how, kept.find, trained), values, folder, record
 
     def _written(self, each: Sequence[Saved], folder: Folder, record: Mapping[str, Any]) -> Saved:
-        files = shared_folders.arrived(self.name, folder, [saved.files for saved in each])
+        files = shared_fs.arrived(self.name, folder, [saved.files for saved in each])
         for path in folder.glob("[0-9]*-of-[0-9]*.safetensors"):
             if path.name not in files:  # another number of processes has left it
                 path.unlink()
@@ -478,7 +476,7 @@ class Trainer:
         files, record = saved
         check_parts(folder, files)
         check_sizes(folder, files)
-        from_first(self.mesh, "restore", shared_folders.see, folder, files, turn=False)
+        from_first(self.mesh, "restore", shared_fs.see, folder, files, turn=False)
         name = "restore" if "step" in record else "restore_params"
         values = self._call("restore", partial(method, name), folder, record["engine"])
         told = record["version"], record["published"], self.adapter if record["adapter"] else None
@@ -488,14 +486,14 @@ class Trainer:
         """See that files that `save` returned are what was written. The processes read them, each a share."""
         folder = at(folder).absolute()
         check_sizes(folder, files)
-        from_first(self.mesh, "verify", shared_folders.check, folder, dict(files), turn=False)
+        from_first(self.mesh, "verify", shared_fs.check, folder, dict(files), turn=False)
 
     def check_folder(self, folder: str | Folder, who: str = "check_folder") -> None:
         """See that the program and all processes have a folder in common; ``who`` is how the error begins.
 
         `save` looks first, and a run at its first step.
         """
-        shared_folders.check_shared(self.mesh, self.name, folder, who)
+        shared_fs.check_shared(self.mesh, self.name, folder, who)
 
     def check_export(self) -> None:
         """See before the first step that `export` can write the files of the model that lie beside its weights.
@@ -523,7 +521,7 @@ class Trainer:
         fn, values = self._method_of(params, "export", "export")
         self.mesh.cluster.check_open("export")
         folder.mkdir(parents=True, exist_ok=True)
-        apart = shared_folders.apart(self.mesh, folder)
+        apart = shared_fs.apart(self.mesh, folder)
         if apart is not None and self.model is not None and self._description and params.whole:
             with TemporaryDirectory() as described:
                 for name, content in self._description.items():
@@ -534,12 +532,12 @@ class Trainer:
             return
         from_all(self.mesh, "export", fn, self._engines, values, folder)
         if apart is not None:
-            raise shared_folders.lies_there(folder, apart)
+            raise shared_fs.lies_there(folder, apart)
 
     # --- calls
 
     def _call(self, who: str, fn: Callable[..., Any], *args: Any, **how: Any) -> Any:
-        """Call ``fn(engine, *args)`` in each process; see `nrl.runtime.mesh.calling.call`."""
+        """Call ``fn(engine, *args)`` in each process; see `nrl.runtime.mesh.rpc.call`."""
         return call(self.mesh, who, fn, self._engines, *args, **how)
 
     def _borrow(self, params: Params, who: str) -> Each:
@@ -550,7 +548,7 @@ class Trainer:
     def _method_of(self, params: Params, name: str, who: str) -> tuple[Callable[..., Any], Each]:
         """A method of the engine that takes these params first, and they."""
         values = self._borrow(params, who)
-        return partial(on_ranks.with_params, name, params.find), values
+        return partial(worker.with_params, name, params.find), values
 
     def _shards(self, batch: Batch) -> tuple[list[Tensor], list[Each]]:
         """Which rows the shards hold; and which of them each process gets."""

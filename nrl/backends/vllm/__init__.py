@@ -4,14 +4,14 @@ from functools import partial
 from typing import Any
 
 from nrl.arguments import checked
-from nrl.backends.base import Model, Sampling
 from nrl.backends.sampling.pool import StreamingEnginePool
-from nrl.backends.sampling.seat import meshes
+from nrl.backends.sampling.replica import meshes
+from nrl.backends.types import Model, Sampling
 from nrl.backends.vllm import settings
 from nrl.backends.vllm.routed_experts import RoutedExperts
 from nrl.backends.vllm.vllm_engine import VllmEngine
-from nrl.runtime.executables.registry import Executable
 from nrl.runtime.mesh.placement import Mesh, Slots
+from nrl.runtime.venvs.registry import Executable
 
 __all__ = ["sampler"]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from nrl.backends.base import Model
 from nrl.backends.models import lora
 from nrl.backends.models.named_weights import check_arrived
+from nrl.backends.types import Model
 from nrl.errors import ModelError
 
 __all__ = ["Adapter"]

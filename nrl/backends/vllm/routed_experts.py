@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nrl.backends.base import Model
 from nrl.backends.models.loading import skeleton
-from nrl.backends.models.routers import places, sizes
+from nrl.backends.models.moe_routers import places, sizes
+from nrl.backends.types import Model
 from nrl.errors import GenerationError
 
 __all__ = ["RoutedExperts"]

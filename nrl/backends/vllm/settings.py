@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from nrl.backends.base import Model
+from nrl.backends.types import Model
 from nrl.errors import ConfigError, PlacementError
-from nrl.runtime.executables.registry import Executable, executable
 from nrl.runtime.mesh.placement import Mesh, Slots
+from nrl.runtime.venvs.registry import Executable, executable
 
 __all__ = ["check", "prepare", "with_defaults", "with_routes"]
 

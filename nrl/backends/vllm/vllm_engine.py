@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from nrl.backends.base import Bucket, Model
-from nrl.backends.engines import Decoded, Request
+from nrl.backends.engine import Decoded, Request
 from nrl.backends.models.loading import build, end_tokens, files, load_tokenizer, save_model
 from nrl.backends.models.named_weights import check_arrived, check_weight
-from nrl.backends.models.pieces import Joining
+from nrl.backends.models.shards import Joining
+from nrl.backends.types import Bucket, Model
 from nrl.backends.vllm import adapters, settings, tensor_parallel, weight_loading
 from nrl.backends.vllm.routed_experts import RoutedExperts
 from nrl.errors import ArgumentError, ConfigError, GenerationError, ModelError
@@ -40,7 +40,7 @@ _ALIVE: "weakref.WeakSet[VllmEngine]" = weakref.WeakSet()
 
 
 class VllmEngine:
-    """A `nrl.backends.engines.SampleEngine`; see `nrl.backends.vllm.sampler` for the arguments."""
+    """A `nrl.backends.engine.SampleEngine`; see `nrl.backends.vllm.sampler` for the arguments."""
 
     def __init__(self, model: Model, options: Mapping[str, Any], routed: RoutedExperts | None = None) -> None:
         if _ALIVE:

@@ -15,12 +15,12 @@ from nrl.envs.contract import Task, Verdict
 from nrl.envs.endpoint.driven import Endpoint
 from nrl.envs.gym.values import sendable
 from nrl.errors import ArgumentError, EnvError
-from nrl.runtime.executables.recipes import recipe
-from nrl.runtime.executables.registry import Executable
-from nrl.runtime.executables.registry import executable as registered
-from nrl.runtime.node import keeper
-from nrl.runtime.node.building import provide
-from nrl.runtime.node.environments import sources
+from nrl.runtime.node import reaper
+from nrl.runtime.venvs.building import provide
+from nrl.runtime.venvs.environments import sources
+from nrl.runtime.venvs.recipes import recipe
+from nrl.runtime.venvs.registry import Executable
+from nrl.runtime.venvs.registry import executable as registered
 
 __all__ = ["program", "provided"]
 
@@ -75,7 +75,7 @@ def program(
         # Files, since pipes are open for as long as anything that the program has left behind holds them
         with TemporaryFile() as said, TemporaryFile() as complained:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", str(keeper.__file__)),
+                *(sys.executable, "-I", "-S", str(reaper.__file__)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=said,
                 stderr=complained,

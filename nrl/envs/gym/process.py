@@ -108,7 +108,7 @@ def _joined(cluster: str | None) -> str | None:
     """The address of the Ray cluster, which this process joins now, so that a mistake is found before it is ready."""
     address = cluster or os.environ.get("RAY_ADDRESS")
     if address:
-        from nrl.runtime.ray.apart import join
+        from nrl.runtime.ray.remote_object import join
 
         join(address)
     return address or None

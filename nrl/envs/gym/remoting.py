@@ -22,7 +22,7 @@ from nrl.envs.gym.asking import Asked, Places
 from nrl.envs.gym.serving import Server
 from nrl.envs.gym.values import sendable, value_of
 from nrl.errors import ArgumentError, DataError, EnvError
-from nrl.log.waits import wait_until
+from nrl.log.slow_wait import wait_until
 
 __all__ = ["RemoteState", "remote"]
 

@@ -9,14 +9,14 @@ from typing import Any, ClassVar, Literal
 
 import attrs
 
-from nrl.config._typed import structure
 from nrl.config._yaml import Problems
 from nrl.config.layers import Layer, explain
+from nrl.config.structure import structure
 from nrl.envs.gym_config.defaults import LARGEST, LEASE, MOST
 from nrl.envs.gym_config.settings import settings
 from nrl.errors import ConfigError
 from nrl.log.redaction import redact
-from nrl.runtime.executables.registry import Executable, executable
+from nrl.runtime.venvs.registry import Executable, executable
 
 __all__ = [
     "Endpoint",

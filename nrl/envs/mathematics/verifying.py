@@ -22,7 +22,7 @@ from nrl.envs.mathematics.worker import Outcome, compare
 from nrl.envs.pools.pool import pooled
 from nrl.envs.verifiers import answer_of, extracts
 from nrl.errors import ArgumentError, EnvError
-from nrl.runtime.executables.registry import Executable, check_has
+from nrl.runtime.venvs.registry import Executable, check_has
 
 __all__ = ["math_verifier"]
 

@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from nrl.envs.pools.frames import unframed
-from nrl.runtime.node.building import provide
-from nrl.runtime.node.environments import Recipe, sources
+from nrl.runtime.venvs.building import provide
+from nrl.runtime.venvs.environments import Recipe, sources
 
 __all__ = ["Child"]
 

@@ -8,10 +8,10 @@ from nrl.envs.pools.calls import NoRoom
 from nrl.envs.pools.child import Child
 from nrl.envs.pools.frames import framed
 from nrl.errors import EnvError, PlacementError
-from nrl.log.waits import wait_until
-from nrl.runtime.node.environments import Recipe
-from nrl.runtime.ray.apart import Apart, Gone
+from nrl.log.slow_wait import wait_until
 from nrl.runtime.ray.connection import stock
+from nrl.runtime.ray.remote_object import Apart, Gone
+from nrl.runtime.venvs.environments import Recipe
 
 __all__ = ["OnRay"]
 

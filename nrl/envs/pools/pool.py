@@ -14,9 +14,9 @@ from nrl.envs.pools.calls import Pool, Worker
 from nrl.envs.pools.processes import Child, Process, Python, here
 from nrl.envs.references import task_check
 from nrl.errors import ArgumentError, EnvError
-from nrl.runtime.executables.registry import Executable
-from nrl.runtime.executables.registry import executable as registered
 from nrl.runtime.node.cgroups import cores
+from nrl.runtime.venvs.registry import Executable
+from nrl.runtime.venvs.registry import executable as registered
 
 if TYPE_CHECKING:
     from nrl.runtime.mesh.placement import Mesh

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 from nrl.envs.pools import child
 from nrl.envs.pools.worker import packed, unpacked
 from nrl.errors import EnvError
-from nrl.runtime.executables.recipes import recipe
-from nrl.runtime.executables.registry import Executable
-from nrl.runtime.executables.registry import executable as registered
-from nrl.runtime.node.environments import Recipe
 from nrl.runtime.ray.pickling import holds_tensors
+from nrl.runtime.venvs.environments import Recipe
+from nrl.runtime.venvs.recipes import recipe
+from nrl.runtime.venvs.registry import Executable
+from nrl.runtime.venvs.registry import executable as registered
 
 __all__ = ["Child", "Process", "Python", "here"]
 

@@ -20,8 +20,8 @@ from nrl.envs.reasoning.worker import LONGEST, Source, answer_requests
 from nrl.envs.seeds import generator
 from nrl.envs.verifiers import extracts
 from nrl.errors import ArgumentError, EnvError
-from nrl.runtime.executables.registry import Executable, check_has
-from nrl.runtime.executables.registry import executable as registered
+from nrl.runtime.venvs.registry import Executable, check_has
+from nrl.runtime.venvs.registry import executable as registered
 
 __all__ = ["ReasoningVerifier", "datasets", "reasoning_gym", "stated_answer", "task"]
 

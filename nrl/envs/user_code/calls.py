@@ -1,6 +1,6 @@
 """Calls of verifiers and environments: user code, which may raise anything, and may never return.
 
-`nrl.episodes.episode` asks for a call of ``env.reset`` or ``env.step``; in `nrl.envs.single_turn` the step calls the
+`nrl.rollout.episode` asks for a call of ``env.reset`` or ``env.step``; in `nrl.envs.single_turn` the step calls the
 verifier. `nrl.envs.user_code.threads` has the threads.
 
 Plain functions run in daemon threads: in their order, one after the other, as long as they are quick, and side by side
@@ -26,7 +26,7 @@ from nrl.envs.contract import Env, Task, asynchronous, timeout_of
 from nrl.envs.user_code.errors import Failed, stack_text
 from nrl.envs.user_code.threads import NAME, LoopThread, UserCall, give_up
 from nrl.log import error_text
-from nrl.log.waits import SILENCE
+from nrl.log.slow_wait import SILENCE
 from nrl.runtime.threads import Daemons
 
 __all__ = ["Caller", "Calls", "calling"]

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from nrl.batch.ragged import is_ragged, parts_of
 from nrl.errors import PlacementError
-from nrl.runtime.executables.registry import Executable, check_importable
 from nrl.runtime.mesh.current_process import Process, entered, perform
 from nrl.runtime.mesh.futures import Future, Submitted, done
 from nrl.runtime.mesh.placement import Cluster, Kind, Mesh, Slots, Strategy
 from nrl.runtime.mesh.processes import Donated, Out, Processes, Rows, Value
-from nrl.runtime.mesh.submitting import SIDE_BY_SIDE, Desk, Helper, Task
+from nrl.runtime.mesh.task_queue import SIDE_BY_SIDE, Desk, Helper, Task
 from nrl.runtime.threads import Daemons
 from nrl.runtime.trace import profiles, timeline
+from nrl.runtime.venvs.registry import Executable, check_importable
 
 __all__ = ["DIFFER", "LocalCluster"]
 

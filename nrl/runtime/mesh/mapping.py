@@ -16,13 +16,13 @@ from torch import Tensor
 from nrl.algos import name_of
 from nrl.arguments import checked
 from nrl.batch import Batch, deal, microbatches, restore
+from nrl.batch.metrics import Ess, Max, Mean, Metrics, Min, Sum, merge
 from nrl.errors import ConsumedState, PlacementError
-from nrl.reduce import Ess, Max, Mean, Metrics, Min, Sum, merge
-from nrl.runtime.mesh.calling import only, watched
 from nrl.runtime.mesh.futures import Coming, on_its_way
 from nrl.runtime.mesh.handles import Handle
 from nrl.runtime.mesh.placement import Mesh
 from nrl.runtime.mesh.processes import Donated, Out, Rows
+from nrl.runtime.mesh.rpc import only, watched
 
 __all__ = ["P", "Spec", "donated", "merged", "microbatched", "resident", "shard_map"]
 
@@ -254,7 +254,7 @@ def microbatched(fn: Callable[..., Metrics], max_tokens: int) -> Callable[..., M
         fn: ``(batch, ...) -> Metrics``; what it returns must add up over rows.
         max_tokens: bound on the tokens of each micro-batch, padding counted.
 
-    >>> from nrl.reduce import Sum, finalize
+    >>> from nrl.batch.metrics import Sum, finalize
     >>> count = microbatched(lambda batch: {"tokens": Sum(batch["attention_mask"].sum())}, max_tokens=3)
     >>> mask = torch.tensor([[1, 1, 1], [1, 0, 0]], dtype=torch.bool)
     >>> finalize(count(Batch({"input_ids": mask.long(), "attention_mask": mask}, batch_size=[2])))

@@ -19,12 +19,12 @@ import attrs
 from nrl.algos import name_of
 from nrl.arguments import check_argument, register_kind
 from nrl.errors import ClosedCluster, PlacementError
-from nrl.log.waits import wait_for
-from nrl.runtime.executables.registry import Executable
-from nrl.runtime.executables.registry import executable as find
+from nrl.log.slow_wait import wait_for
 from nrl.runtime.mesh.futures import Submitted
 from nrl.runtime.mesh.layout import Layout
 from nrl.runtime.mesh.processes import Processes
+from nrl.runtime.venvs.registry import Executable
+from nrl.runtime.venvs.registry import executable as find
 
 __all__ = ["Cluster", "Kind", "Mesh", "Slots", "Strategy", "as_mesh"]
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from nrl.runtime.node.cgroups import cores, mask, memory, quota
-from nrl.runtime.node.environments import DISTRIBUTION, default_folder, inventories
 from nrl.runtime.node.gpus import gpus
+from nrl.runtime.venvs.environments import DISTRIBUTION, default_folder, inventories
 
 __all__ = ["PACKAGES", "Facts", "facts", "folders", "python_with_torch"]
 

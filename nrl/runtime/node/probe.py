@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nrl.runtime.node.machine import Facts, facts, python_with_torch
-from nrl.runtime.node.notes import answer
+from nrl.runtime.node.shared_fs_probe import answer
 
 __all__ = ["Probe"]
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nrl.runtime.node.environments import hold
+from nrl.runtime.venvs.environments import hold
 
 __all__ = ["Actor", "split", "tail"]
 

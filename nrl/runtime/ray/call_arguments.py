@@ -13,9 +13,9 @@ from nrl.batch.columns import declared, declaring
 from nrl.batch.handles import without_handles
 from nrl.errors import ForeignState, MutatedBatch
 from nrl.runtime.mesh.processes import Donated, Rows
-from nrl.runtime.ray.calls import Call, Ref
-from nrl.runtime.ray.held_columns import column_of, handles_in, opened
+from nrl.runtime.ray.column_refs import column_of, handles_in, opened
 from nrl.runtime.ray.messages import FUNCTIONS, Argument
+from nrl.runtime.ray.pending_call import Call, Ref
 from nrl.runtime.ray.pickling import serialized, size
 from nrl.runtime.ray.results import Pending, PendingRows
 from nrl.runtime.ray.tensors import rows_serializer, written

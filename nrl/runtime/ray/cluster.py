@@ -11,18 +11,18 @@ import attrs
 import torch
 
 from nrl.errors import ClosedCluster, PlacementError
-from nrl.log.waits import say, wait_until
-from nrl.runtime.executables.registry import Executable
+from nrl.log.slow_wait import say, wait_until
 from nrl.runtime.mesh.placement import Cluster, Kind, Mesh, Slots, Strategy
 from nrl.runtime.mesh.processes import Processes
-from nrl.runtime.mesh.submitting import SIDE_BY_SIDE
+from nrl.runtime.mesh.task_queue import SIDE_BY_SIDE
 from nrl.runtime.ports import NRL_PORTS, ports
 from nrl.runtime.ray.actor import Actor, split
+from nrl.runtime.ray.clock_skew import Host, looked_at, say_if_uneven
 from nrl.runtime.ray.connection import enter, leave, stock, target
-from nrl.runtime.ray.groups import PATIENCE, Wanted, nodes_of, placed, reserved
-from nrl.runtime.ray.hosts import Host, looked_at, say_if_uneven
 from nrl.runtime.ray.nodes import by_value, command, interpreters
+from nrl.runtime.ray.placement_groups import PATIENCE, Wanted, nodes_of, placed, reserved
 from nrl.runtime.ray.processes import RayProcesses, Seat
+from nrl.runtime.venvs.registry import Executable
 
 __all__ = ["RayCluster"]
 

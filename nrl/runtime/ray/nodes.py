@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nrl.errors import DeadlineExceeded, ExecutableError, LostActor
-from nrl.log.waits import wait_until
+from nrl.log.slow_wait import wait_until
 from nrl.runtime import node as before_nrl
-from nrl.runtime.executables.recipes import recipe
-from nrl.runtime.executables.registry import Executable
-from nrl.runtime.node.building import provide
-from nrl.runtime.node.environments import sources
-from nrl.runtime.node.interpreters import fault
 from nrl.runtime.ray.actor import tail
 from nrl.runtime.trace import profiles
+from nrl.runtime.venvs.building import provide
+from nrl.runtime.venvs.environments import sources
+from nrl.runtime.venvs.interpreters import fault
+from nrl.runtime.venvs.recipes import recipe
+from nrl.runtime.venvs.registry import Executable
 
 __all__ = ["Interpreter", "address_of", "ask", "by_value", "command", "interpreters", "last_lines", "on_node"]
 

@@ -3,8 +3,8 @@
 A serialized value is a list: a pickle, and a buffer for each large tensor. Ray puts buffers into shared memory, which
 every process of a node reads without a copy. That memory is mapped writable, so a write into it would change the
 tensors of others and raise nothing. `deserialized` tells which tensors lie there, and `Shared.check` finds a write by
-torch's version counters. Batches travel without their padding: see `nrl.runtime.ray.unpadded`. What tensors need is in
-`nrl.runtime.ray.tensors`, which a process imports with its first one: many have none, and need no torch.
+torch's version counters. Batches travel without their padding: see `nrl.runtime.ray.ragged_codec`. What tensors need is
+in `nrl.runtime.ray.tensors`, which a process imports with its first one: many have none, and need no torch.
 """
 
 import functools

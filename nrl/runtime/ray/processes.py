@@ -9,19 +9,19 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from nrl.errors import ClusterError, StateError
-from nrl.runtime.executables.registry import executable
 from nrl.runtime.mesh.futures import Submitted
 from nrl.runtime.mesh.placement import Mesh
 from nrl.runtime.mesh.processes import Donated, Out
-from nrl.runtime.mesh.submitting import Desk
+from nrl.runtime.mesh.task_queue import Desk
 from nrl.runtime.ray.call_arguments import Arguments, Kept, Stored
-from nrl.runtime.ray.calls import Call, Ref
 from nrl.runtime.ray.helpers import ActorHelper, packed
-from nrl.runtime.ray.interrupts import deferred
 from nrl.runtime.ray.messages import Order, folded
 from nrl.runtime.ray.nodes import last_lines
+from nrl.runtime.ray.pending_call import Call, Ref
 from nrl.runtime.ray.results import ActorResults
+from nrl.runtime.ray.signal_guard import deferred
 from nrl.runtime.trace import profiles
+from nrl.runtime.venvs.registry import executable
 
 __all__ = ["RayProcesses", "Seat"]
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from nrl.batch.ragged import is_ragged, memory_of, of_values, parts_of
 from nrl.batch.raw import flat_bytes
+from nrl.runtime.ray.ragged_codec import BatchLayout, Unpadded, padded
 from nrl.runtime.ray.shared_memory import opening
-from nrl.runtime.ray.unpadded import BatchLayout, Unpadded, padded
 
 __all__ = ["reduced", "rows_serializer", "written"]
 

@@ -19,7 +19,7 @@ from nrl.batch.ragged import is_ragged, parts_of, take
 from nrl.batch.raw import flat_bytes
 from nrl.runtime.intraop import set_threads
 from nrl.runtime.mesh.current_process import Process, entered, perform
-from nrl.runtime.mesh.resting import rest, wake
+from nrl.runtime.mesh.offload import rest, wake
 from nrl.runtime.ports import store
 from nrl.runtime.ray.exceptions import carried
 from nrl.runtime.ray.messages import FUNCTIONS, Argument, NeverMade, Order, Receipt, unfolded

@@ -3,7 +3,7 @@
 It is no metric of a step, since it depends on the clock: the metrics of a step are the same each time.
 """
 
-from nrl.reduce import Metrics, merge
+from nrl.batch.metrics import Metrics, merge
 
 __all__ = ["add", "taken"]
 
@@ -19,7 +19,7 @@ def taken() -> Metrics:
     """All numbers since the last line, merged; they are given once.
 
     >>> import torch
-    >>> from nrl.reduce import Max, finalize
+    >>> from nrl.batch.metrics import Max, finalize
     >>> _ = taken()  # what steps before left
     >>> add({"device/max_memory_allocated": Max(torch.tensor(3.0))})
     >>> add({"device/max_memory_allocated": Max(torch.tensor(2.0))})

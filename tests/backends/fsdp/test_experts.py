@@ -17,10 +17,10 @@ import nrl
 from nrl import tiny
 from nrl.algos import sft_loss
 from nrl.backends import Model, Sampling, adamw, fsdp, hf
-from nrl.backends.models import loading, lora, splitting
+from nrl.backends.models import loading, lora, weight_layout
 from nrl.backends.models.named_weights import named_tensors
-from nrl.backends.models.pieces import whole as whole_piece
-from nrl.backends.training.terms import global_weights
+from nrl.backends.models.shards import whole as whole_piece
+from nrl.backends.training.loss_terms import global_weights
 from nrl.batch import Batch
 from nrl.errors import ModelError
 from nrl.runtime import Slots
@@ -115,7 +115,7 @@ def test_weights_go_in_and_out_of_several_processes(
     module = loading.build(Model(str(tmp_path / "more")))  # transformers reads it
     own = dict(named_tensors(module))
     assert own.keys() != written.keys()
-    cut = splitting.cut((whole_piece(name, x) for name, x in own.items()), splitting.parts(module))
+    cut = weight_layout.cut((whole_piece(name, x) for name, x in own.items()), weight_layout.parts(module))
     assert_equal({piece.name: piece.tensor for piece in cut}, written)
 
 

@@ -11,9 +11,9 @@ import nrl
 from benchmarks.publish import model
 from nrl import tiny
 from nrl.backends import Model, adamw, fsdp, hf
-from nrl.backends.training.reading import _BUCKET
+from nrl.backends.training.weight_stream import _BUCKET
 from nrl.runtime import Cluster, Executable
-from nrl.runtime.mesh.calling import from_all
+from nrl.runtime.mesh.rpc import from_all
 from tests.weights import assert_equal, weights
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

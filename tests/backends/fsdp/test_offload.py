@@ -20,7 +20,7 @@ from nrl.backends import Optimizer, adamw, megatron, muon
 from nrl.backends.fsdp.torch_engine import TorchEngine
 from nrl.backends.fsdp.torch_state import TorchState
 from nrl.errors import ConfigError
-from nrl.plan.driven import drive
+from nrl.ops.plan.simulate import drive
 from nrl.runtime import Slots
 from tests.backends.fsdp.test_optimizing import engine, numbers_of, steps
 from tests.backends.fsdp.test_sharding import TINY_PARTS

@@ -12,7 +12,7 @@ from benchmarks._gpu_steps import Steps
 from benchmarks.gpu import SMALL
 from nrl import algos, tiny
 from nrl.backends import adamw, fsdp
-from nrl.plan.driven import Step
+from nrl.ops.plan.simulate import Step
 from nrl.runtime import Slots
 
 pytestmark = pytest.mark.gpu

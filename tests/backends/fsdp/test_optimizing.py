@@ -21,11 +21,11 @@ from nrl.algos import sft_loss
 from nrl.backends import Group, Model, Optimizer, adamw, muon, own, sgd
 from nrl.backends.fsdp.torch_engine import TorchEngine
 from nrl.backends.fsdp.torch_state import TorchState
-from nrl.backends.models import loading, splitting
+from nrl.backends.models import loading, weight_layout
 from nrl.backends.training import storage
-from nrl.backends.training.terms import global_weights
+from nrl.backends.training.loss_terms import global_weights
+from nrl.batch.metrics import finalize
 from nrl.errors import CheckpointError, ModelError
-from nrl.reduce import finalize
 from nrl.runtime import Slots
 from tests.backends.fsdp.test_experts import EXPERTS
 from tests.backends.fsdp.test_sharding import TINY_PARTS, everything, mine
@@ -156,7 +156,7 @@ def stepped_by_hand(config: Mapping[str, Any], spec: Optimizer, number: int) -> 
     module: Any = loading.build(Model(config), dtype=torch.float64)
     named = dict(module.named_parameters())
     hidden = {name: p for name, p in named.items() if ".layers." in name and p.ndim > 1}
-    matrices = {name: [part.block for part in splitting.parts(module)[name]] for name in hidden}
+    matrices = {name: [part.block for part in weight_layout.parts(module)[name]] for name in hidden}
     momentum = {name: torch.zeros_like(p) for name, p in hidden.items()}
     rest = [p for name, p in named.items() if name not in hidden]
     groups: list[dict[str, Any]] = [

@@ -11,10 +11,10 @@ import nrl
 from nrl import tiny
 from nrl.algos import sft_loss
 from nrl.backends import Model, Sampling, adamw, fsdp, hf
-from nrl.backends.training import reading
+from nrl.backends.training import weight_stream
 from nrl.batch import Batch
 from nrl.runtime import Cluster
-from nrl.runtime.mesh.calling import from_all
+from nrl.runtime.mesh.rpc import from_all
 from tests.meshes import end
 from tests.weights import assert_equal, weights
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.ray
 
 
 def small_buckets() -> None:
-    reading._BUCKET = 200_000
+    weight_stream._BUCKET = 200_000
 
 
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 64}

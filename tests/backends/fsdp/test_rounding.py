@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from nrl import tiny
 from nrl.algos import sft_loss
 from nrl.backends import Model
-from nrl.backends.fsdp import rounding
+from nrl.backends.fsdp import mixed_precision
 from nrl.backends.models import loading
-from nrl.backends.training.terms import global_weights
+from nrl.backends.training.loss_terms import global_weights
 from tests.backends.fsdp.test_sharding import engine, everything
 from tests.backends.fsdp.test_torch_engine import CONFIGS, MIXED, OTHERS, batch_of
 from tests.backends.processes import Processes
@@ -36,7 +36,7 @@ WIDE = {
 def module(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A model that rounds; with activation checkpointing if the parameter says so."""
     made: Any = loading.build(tiny.model(hidden_size=16, num_hidden_layers=2), dtype=torch.float32)
-    rounding.round_layers(made, torch.bfloat16)
+    mixed_precision.round_layers(made, torch.bfloat16)
     if request.param:
         enable = getattr(made, "activation_checkpointing_enable", made.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
@@ -49,7 +49,7 @@ def states(module: Any) -> list[torch.dtype]:
     """The dtypes in which hidden states go into layers and out of the last."""
     found: list[torch.dtype] = []
     hooks = [layer.register_forward_hook(lambda _, args, __: found.append(args[0].dtype)) for layer in layers(module)]
-    with rounding.outside_cast(module, torch.bfloat16):
+    with mixed_precision.outside_cast(module, torch.bfloat16):
         found.append(module.base_model(input_ids=torch.tensor([[1, 2, 3]])).last_hidden_state.dtype)
     for hook in hooks:
         hook.remove()
@@ -57,7 +57,7 @@ def states(module: Any) -> list[torch.dtype]:
 
 
 def layers(module: Any) -> list[nn.Module]:
-    return rounding.layers(module)
+    return mixed_precision.layers(module)
 
 
 def test_hidden_states_are_bfloat16_from_layer_to_layer(module: Any) -> None:
@@ -70,13 +70,13 @@ def test_a_copy_does_the_same_with_its_own_weights(module: Any) -> None:
     with torch.no_grad():
         for x in module.parameters():
             x.fill_(torch.nan)
-    with rounding.outside_cast(other, torch.bfloat16):
+    with mixed_precision.outside_cast(other, torch.bfloat16):
         assert other(input_ids=torch.tensor([[1, 2]])).logits.isfinite().all()
 
 
 def gradients(module: Any) -> dict[str, Tensor]:
     module.train()
-    with rounding.outside_cast(module, torch.bfloat16):
+    with mixed_precision.outside_cast(module, torch.bfloat16):
         loss = module(input_ids=torch.tensor([[1, 2, 3]]), use_cache=False).logits.float().square().sum()
     loss.backward()
     return {name: x.grad for name, x in module.named_parameters()}

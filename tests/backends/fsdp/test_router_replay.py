@@ -21,18 +21,18 @@ from nrl.algos import advantages, grpo_loss, sft_loss
 from nrl.backends import Model, Sampling, adamw, fsdp, hf
 from nrl.backends.fsdp.torch_engine import TorchEngine
 from nrl.backends.hf.hf_engine import HfEngine
-from nrl.backends.models import loading, splitting
-from nrl.backends.models.pieces import whole as whole_piece
-from nrl.backends.models.routers import Routers, routers
+from nrl.backends.models import loading, weight_layout
+from nrl.backends.models.moe_routers import Routers, routers
+from nrl.backends.models.shards import whole as whole_piece
 from nrl.backends.sampling.pool import EnginePool
-from nrl.backends.training.plans import plan
-from nrl.backends.training.terms import global_weights
+from nrl.backends.training.loss_terms import global_weights
+from nrl.backends.training.microbatch_plan import plan
 from nrl.batch import Batch, assign, lengths
+from nrl.batch.metrics import finalize
 from nrl.batch.packed_rows import Packing
 from nrl.batch.prefixes import microbatches_by_prefix
 from nrl.envs import Environment, Step, Task, single_turn
 from nrl.errors import BatchError, ModelError, WeightMismatch
-from nrl.reduce import finalize
 from nrl.runtime import Cluster
 from tests.backends.fsdp.test_sharding import whole
 from tests.backends.fsdp.test_torch_engine import batch_of
@@ -275,7 +275,7 @@ def by_hand(batch: Batch) -> dict[str, Tensor]:
     for block in module.model.layers:
         del block.mlp.forward
     found = [whole_piece(name, x.grad) for name, x in module.named_parameters()]
-    return {piece.name: piece.tensor for piece in splitting.cut(found, splitting.parts(module))}
+    return {piece.name: piece.tensor for piece in weight_layout.cut(found, weight_layout.parts(module))}
 
 
 def _experts(mlp: Any, routes: list[list[int]], hidden: Tensor) -> Tensor:

@@ -30,16 +30,17 @@ import nrl
 from nrl import algos, tiny
 from nrl.algos import Loss, from_logits, needs, sft_loss, token_mean
 from nrl.backends import Model, adamw
-from nrl.backends.base import Piece, top_k
 from nrl.backends.fsdp.torch_engine import TorchEngine
 from nrl.backends.fsdp.torch_state import TorchState
 from nrl.backends.models import loading, lora, named_weights
-from nrl.backends.training import on_ranks
-from nrl.backends.training.agreement import HeldError, Peers, pickled
-from nrl.backends.training.before_step import with_shares
-from nrl.backends.training.reading import whole_weights
-from nrl.backends.training.terms import global_weights
+from nrl.backends.training import worker
+from nrl.backends.training.batch_checks import with_shares
+from nrl.backends.training.collectives import HeldError, Peers, pickled
+from nrl.backends.training.loss_terms import global_weights
+from nrl.backends.training.weight_stream import whole_weights
+from nrl.backends.types import Piece, top_k
 from nrl.batch import Batch
+from nrl.batch.metrics import Max, Mean, Metrics, Min, Sum, finalize
 from nrl.batch.packed_rows import Packing
 from nrl.errors import (
     BatchError,
@@ -53,7 +54,6 @@ from nrl.errors import (
     WeightError,
 )
 from nrl.files import Written
-from nrl.reduce import Max, Mean, Metrics, Min, Sum, finalize
 from tests.backends.fsdp.test_torch_engine import CONFIGS, MIXED, QWEN3, batch_of, entropy_loss
 from tests.backends.processes import Processes
 from tests.disks import small_disk_at, transferred
@@ -294,9 +294,7 @@ def headed(mesh: DeviceMesh | None, head: Any) -> list[tuple[list[dict[str, floa
         for _ in range(2):
             state, metrics = made.train(state, fn, mine(mesh, batch), global_weights(fn, batch))
             numbers.append(finalize(metrics))
-        out = on_ranks.forward(
-            split, frozenset({need}), {}, on_ranks.of_state, made, state, nrl.shard(batch, size)[rank]
-        )
+        out = worker.forward(split, frozenset({need}), {}, worker.of_state, made, state, nrl.shard(batch, size)[rank])
         found.append((numbers, everything(made, state), out))
     return found
 
@@ -738,8 +736,8 @@ def splitting(mesh: DeviceMesh | None) -> list[tuple[str, list[str]]]:
     batch, made, errors = batch_of([5, 9]), engine(mesh), []
     state, shard, split = made.init(), nrl.shard(batch, 2)[rank], partial(nrl.microbatches, max_tokens=8)
     for call in (
-        lambda: on_ranks.forward(split, LOGPROBS, {}, on_ranks.of_state, made, state, shard),
-        lambda: on_ranks.train(sft_loss, split, made, state, global_weights(sft_loss, batch), shard),
+        lambda: worker.forward(split, LOGPROBS, {}, worker.of_state, made, state, shard),
+        lambda: worker.train(sft_loss, split, made, state, global_weights(sft_loss, batch), shard),
     ):
         with pytest.raises(BatchError) as caught:
             call()

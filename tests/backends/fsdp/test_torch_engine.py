@@ -24,14 +24,14 @@ from nrl.backends.fsdp import torch_engine
 from nrl.backends.fsdp.outputs import compute
 from nrl.backends.fsdp.torch_engine import TorchEngine
 from nrl.backends.models import loading, named_weights
-from nrl.backends.models.pieces import fill, wholes
-from nrl.backends.training.terms import global_weights
+from nrl.backends.models.shards import fill, wholes
+from nrl.backends.training.loss_terms import global_weights
 from nrl.batch import Batch, lengths
+from nrl.batch.metrics import Mean, Metrics, Sum, finalize
 from nrl.batch.packed_rows import Packing
 from nrl.errors import BatchError, ModelError
-from nrl.reduce import Mean, Metrics, Sum, finalize
 from nrl.runtime import Slots
-from nrl.runtime.mesh.resting import FROZEN
+from nrl.runtime.mesh.offload import FROZEN
 from tests.backends.bigram import Recorder
 from tests.weights import assert_equal, bucket_of, weights
 

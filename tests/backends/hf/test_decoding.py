@@ -12,7 +12,7 @@ from torch import Tensor
 import nrl
 from nrl import tiny
 from nrl.backends import Sampling, hf
-from nrl.backends.engines import GIVEN_UP, Decoded, Request
+from nrl.backends.engine import GIVEN_UP, Decoded, Request
 from nrl.backends.hf import cache, hf_engine
 from nrl.backends.hf.cache import ATTENTION, attend, prepare
 from nrl.backends.hf.decoding import Stops, decode

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from nrl import tiny
 from nrl.backends import hf
-from nrl.backends.base import Bucket, Completion, Model, Sampling
 from nrl.backends.hf.cache import ATTENTION
 from nrl.backends.models.loading import build
 from nrl.backends.models.named_weights import named_tensors
+from nrl.backends.types import Bucket, Completion, Model, Sampling
 from nrl.errors import ConfigError, GenerationError, ModelError
 from nrl.runtime import cluster
 from tests.weights import bucket_of

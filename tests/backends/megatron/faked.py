@@ -16,11 +16,11 @@ from torch.overrides import TorchFunctionMode
 
 import nrl
 from nrl.backends import Model, adamw
-from nrl.backends.training.terms import global_weights
+from nrl.backends.training.loss_terms import global_weights
 from nrl.batch.prefixes import microbatches_by_prefix
-from nrl.plan import fake_cuda
-from nrl.plan.counting import Counting
-from nrl.plan.driven import LOSSES, Step, rows
+from nrl.ops.plan import fake_cuda
+from nrl.ops.plan.op_counter import Counting
+from nrl.ops.plan.simulate import LOSSES, Step, rows
 from nrl.runtime import Layout
 from nrl.runtime.mesh.current_process import Process, entered
 from tests.backends.processes import AXES
@@ -59,7 +59,7 @@ def drive(layout: Layout) -> dict[str, Any]:
         library.impl(f"{name}_coalesced_", lambda *args: create_fakework(args, return_first_arg=False), "Meta")
     from megatron.core.tensor_parallel import random
 
-    from nrl.backends.megatron import folders
+    from nrl.backends.megatron import checkpoint_io
     from nrl.backends.megatron.megatron_engine import MegatronEngine
     from nrl.backends.megatron.options import options
 
@@ -67,7 +67,7 @@ def drive(layout: Layout) -> dict[str, Any]:
     cuda: Any = torch.cuda
     cuda.get_rng_state = random._get_cuda_rng_state = lambda *_, **__: state_of_chance
     cuda.set_rng_state = random._set_cuda_rng_state = cuda.manual_seed = lambda *_, **__: None
-    unfilled: Any = lambda engine, model, who: engine._built(model, folders.skeleton(model))  # noqa: E731
+    unfilled: Any = lambda engine, model, who: engine._built(model, checkpoint_io.skeleton(model))  # noqa: E731
     MegatronEngine._loaded = unfilled  # type: ignore[method-assign]
     batch, loss = rows(STEP), LOSSES[STEP.loss]
     weights = dict.fromkeys(global_weights(loss, batch, always={"logprobs"}), float(layout.slots))

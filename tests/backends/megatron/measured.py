@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_leaves
 
 import nrl
 from nrl.backends import Model
-from nrl.backends.training.terms import global_weights
+from nrl.backends.training.loss_terms import global_weights
 from nrl.batch.prefixes import microbatches_by_prefix
-from nrl.plan.driven import LOSSES, Step, rows
+from nrl.ops.plan.simulate import LOSSES, Step, rows
 from nrl.runtime import Layout
 from tests.backends.megatron.test_megatron_engine import engine
 from tests.plan.measured import most
@@ -51,7 +51,7 @@ def _normed(norm: torch.nn.RMSNorm, x: Tensor) -> Tensor:
 
 
 class _Sent(TorchDispatchMode):
-    """Bytes of the largest tensor of each collective, by name, as `nrl.plan.counting` counts them."""
+    """Bytes of the largest tensor of each collective, by name, as `nrl.ops.plan.op_counter` counts them."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nrl.backends.megatron.cpu import _answers, host
+from nrl.backends.megatron.cuda_shim import _answers, host
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore")]  # of Megatron, when it is imported
 

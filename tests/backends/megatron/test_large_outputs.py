@@ -12,9 +12,9 @@ from nrl.algos import Loss
 from nrl.backends import Model
 from nrl.backends.models import lora
 from nrl.backends.training import head_chunks
-from nrl.backends.training.reading import whole_weights
-from nrl.backends.training.terms import global_weights
-from nrl.reduce import finalize
+from nrl.backends.training.loss_terms import global_weights
+from nrl.backends.training.weight_stream import whole_weights
+from nrl.batch.metrics import finalize
 from nrl.runtime import Layout
 from tests.backends.megatron.test_megatron_engine import CONFIG, engine, parts
 from tests.backends.processes import Processes

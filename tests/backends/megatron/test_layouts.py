@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import nrl
 from nrl import algos
-from nrl.backends.training.before_step import with_shares
-from nrl.backends.training.reading import whole_weights
-from nrl.backends.training.terms import global_weights
+from nrl.backends.training.batch_checks import with_shares
+from nrl.backends.training.loss_terms import global_weights
+from nrl.backends.training.weight_stream import whole_weights
 from nrl.batch import Batch
-from nrl.reduce import finalize
+from nrl.batch.metrics import finalize
 from nrl.runtime import Layout
 from tests.backends.megatron.test_experts import MIXTRAL, QWEN
 from tests.backends.megatron.test_megatron_engine import (

@@ -10,8 +10,8 @@ import attrs
 import pytest
 
 from nrl.backends.training.head_chunks import CHUNK_BYTES
-from nrl.plan.closed_megatron import closed_stages
-from nrl.plan.driven import Step
+from nrl.ops.plan.analytic_megatron import closed_stages
+from nrl.ops.plan.simulate import Step
 from nrl.runtime import Layout
 from tests.backends.megatron import faked
 from tests.backends.megatron.measured import measure

@@ -21,12 +21,13 @@ import nrl
 from nrl import algos
 from nrl.algos import Loss, sft_loss, value_loss
 from nrl.backends import Group, Model, Optimizer, Schedule, adamw, megatron, muon, sgd
-from nrl.backends.base import top_k
 from nrl.backends.fsdp.torch_engine import TorchEngine
 from nrl.backends.models import loading
-from nrl.backends.training.reading import whole_weights
-from nrl.backends.training.terms import global_weights
+from nrl.backends.training.loss_terms import global_weights
+from nrl.backends.training.weight_stream import whole_weights
+from nrl.backends.types import top_k
 from nrl.batch import Batch, deal
+from nrl.batch.metrics import finalize
 from nrl.errors import (
     BatchError,
     CheckpointError,
@@ -37,7 +38,6 @@ from nrl.errors import (
     PlacementError,
     WeightError,
 )
-from nrl.reduce import finalize
 from nrl.runtime import Layout
 from tests.backends.fsdp.test_sharding import (
     Raises,

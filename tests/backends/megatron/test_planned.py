@@ -8,10 +8,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nrl.algos import sft_loss
 from nrl.backends import Model
-from nrl.backends.training.terms import global_weights
-from nrl.plan.closed_megatron import closed_megatron, parameters_of_stage
-from nrl.plan.driven import Step
-from nrl.plan.shapes import shape
+from nrl.backends.training.loss_terms import global_weights
+from nrl.ops.plan.analytic_megatron import closed_megatron, parameters_of_stage
+from nrl.ops.plan.shapes import shape
+from nrl.ops.plan.simulate import Step
 from nrl.runtime import Layout
 from tests.backends.megatron.test_megatron_engine import CONFIG, cut, engine, rows
 from tests.backends.processes import Processes

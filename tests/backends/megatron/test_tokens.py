@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import nrl
-from nrl.backends.base import Piece
+from nrl.backends.megatron.cp_slice import cut, filled_up, tokens
 from nrl.backends.megatron.groups import instances
 from nrl.backends.megatron.stored import ranges
-from nrl.backends.megatron.tokens import cut, filled_up, tokens
+from nrl.backends.training.microbatch_plan import plan, predicted
 from nrl.backends.training.packed_attention import over
-from nrl.backends.training.plans import plan, predicted
+from nrl.backends.types import Piece
 from nrl.batch import Batch
 from nrl.batch.packed_rows import Packing, Sequences
 from nrl.runtime import Layout

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from nrl.backends import Model
-from nrl.backends.models import exporting, loading, lora, named_weights, splitting, streaming
+from nrl.backends.models import exporting, lazy_weights, loading, lora, named_weights, weight_layout
 from nrl.backends.models.exporting import export_weights
 from nrl.backends.models.named_weights import named_tensors
-from nrl.backends.models.pieces import whole
+from nrl.backends.models.shards import whole
 from nrl.errors import ModelError
 from tests.properties.strategies import TINY
 
@@ -36,7 +36,7 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 
 def one_at_a_time(module: Any, seen: list[str]) -> Iterator[tuple[str, Tensor]]:
     mine = (whole(name, tensor) for name, tensor in named_tensors(module))
-    for piece in splitting.cut(mine, splitting.parts(module)):
+    for piece in weight_layout.cut(mine, weight_layout.parts(module)):
         seen.append(piece.name)
         yield piece.name, piece.tensor.clone()
 
@@ -162,13 +162,13 @@ def test_a_name_on_the_hub_is_read_one_weight_at_a_time(tmp_path: Path) -> None:
 
 def test_what_only_transformers_can_read(tmp_path: Path) -> None:
     loading.save_model(loading.build(Model(SPLIT)), tmp_path / "split")
-    assert streaming.unread(Model(str(tmp_path / "split"))) is None
-    assert streaming.unread(Model("a/name-on-the-hub")) is None
-    assert streaming.unread(Model(str(tmp_path / "none"))) is None
+    assert lazy_weights.unread(Model(str(tmp_path / "split"))) is None
+    assert lazy_weights.unread(Model("a/name-on-the-hub")) is None
+    assert lazy_weights.unread(Model(str(tmp_path / "none"))) is None
     wrong = tmp_path / "wrong"
     loading.save_model(loading.build(Model(TINY)), wrong)
     config = json.loads((wrong / "config.json").read_text())
     (wrong / "config.json").write_text(json.dumps(config | {"hidden_size": 32, "num_hidden_layers": 1}))
-    assert streaming.unread(Model(str(wrong))) is None
+    assert lazy_weights.unread(Model(str(wrong))) is None
     with pytest.raises(ModelError, match="the folder cannot be loaded as a causal language model"):
         loading.build(Model(str(wrong)))

@@ -19,8 +19,8 @@ from transformers import GenerationConfig
 from nrl import tiny
 from nrl.backends import Model
 from nrl.backends.models import loading, named_weights
-from nrl.backends.models.pieces import fill, wholes
 from nrl.backends.models.positions import context_length
+from nrl.backends.models.shards import fill, wholes
 from nrl.errors import ModelError
 from tests.code_models import model_with_code
 from tests.properties.strategies import TINY
@@ -123,7 +123,7 @@ def test_loading_leaves_no_bars_and_says_what_takes_long(
     capfd.readouterr()
     loading.build(Model(str(tmp_path)))
     assert capfd.readouterr() == ("", "")
-    monkeypatch.setattr("nrl.log.waits.SILENCE", 0.0)
+    monkeypatch.setattr("nrl.log.slow_wait.SILENCE", 0.0)
     counted = loading._counted
 
     def slowly(items: Any, far: Callable[[int, int], None]) -> Iterator[Any]:

@@ -22,11 +22,11 @@ from nrl.algos import Loss, sft_loss
 from nrl.backends import Model, Params, Trainer, adamw, fsdp, hf, megatron
 from nrl.backends.fsdp.torch_state import TorchState
 from nrl.backends.models import loading, lora, named_weights
-from nrl.backends.training.terms import global_weights
+from nrl.backends.training.loss_terms import global_weights
 from nrl.backends.vllm import adapters
 from nrl.batch import Batch
+from nrl.batch.metrics import finalize
 from nrl.errors import ModelError
-from nrl.reduce import finalize
 from nrl.runtime import Slots
 from tests.backends.fsdp.test_sharding import engine, everything, mine
 from tests.backends.fsdp.test_torch_engine import CONFIGS, MIXED, QWEN3, batch_of

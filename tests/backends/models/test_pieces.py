@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from nrl.backends.base import Piece
-from nrl.backends.models.pieces import Filling, Joining, common, fill, whole, wholes
-from nrl.backends.training import reading
-from nrl.backends.training.reading import Reading, next_bucket, received, whole_weights
+from nrl.backends.models.shards import Filling, Joining, common, fill, whole, wholes
+from nrl.backends.training import weight_stream
+from nrl.backends.training.weight_stream import Reading, next_bucket, received, whole_weights
+from nrl.backends.types import Piece
 from nrl.errors import CorruptedTransfer, ModelError
 from nrl.runtime.transfer import by_value
 from tests.backends.processes import Processes
@@ -76,7 +76,7 @@ def test_each_number_arrives_once_in_its_place(data: st.DataObject, n: int, m: i
     source = data.draw(cut(expected, n))
     empty = {name: torch.full_like(x, -1) for name, x in expected.items()}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "_BUCKET", size)
+        patch.setattr(weight_stream, "_BUCKET", size)
         buckets = list(sent(source))
     assert sum(piece.tensor.numel() for bucket in buckets for piece in bucket) == sum(map(prod, SHAPES.values()))
     for number, own in enumerate(data.draw(cut(empty, m))):  # views of one tensor: together they have to fill it
@@ -153,7 +153,7 @@ def test_what_is_missing_or_overlaps_is_said() -> None:
 def gathering(mesh: DeviceMesh | None, size: int) -> dict[str, Tensor]:
     """Uneven parts: the first process has the rows but one, the next ones one row each, or nothing."""
     assert mesh is not None
-    reading._BUCKET, rank, found = size, mesh["dp"].get_local_rank(), []
+    weight_stream._BUCKET, rank, found = size, mesh["dp"].get_local_rank(), []
     for name, tensor in coded().items():
         every = tuple(slice(0, n) for n in tensor.shape)
         if not tensor.ndim:

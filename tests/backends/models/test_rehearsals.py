@@ -10,13 +10,14 @@ import pytest
 import transformers
 
 import nrl
-from nrl import checkpoint, data, tiny
+from nrl import data, tiny
 from nrl.algos import sft_loss
 from nrl.backends import Model, fsdp, load_tokenizer
-from nrl.backends.models.describing import description
-from nrl.command.exporting import Export
-from nrl.command.exporting import main as export
+from nrl.backends.models.model_files import description
+from nrl.cli.export import Export
+from nrl.cli.export import main as export
 from nrl.errors import ModelError
+from nrl.run import checkpoint
 from tests.code_models import model_with_code
 
 CONTRADICTORY: list[dict[str, Any]] = [

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from nrl.backends import Model
 from nrl.backends.hf.recording import Recording
 from nrl.backends.models.loading import build, skeleton
-from nrl.backends.models.routers import Routers, places, replaying, routers, sizes
+from nrl.backends.models.moe_routers import Routers, places, replaying, routers, sizes
 from nrl.errors import ModelError
 
 SIZES: dict[str, Any] = {

@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers.core_model_loading import Chunk, Interleave, Transpose, WeightConverter
 
 from nrl.backends import Model
-from nrl.backends.base import Piece
-from nrl.backends.models import loading, splitting, streaming
+from nrl.backends.models import lazy_weights, loading, weight_layout
 from nrl.backends.models.named_weights import weights
-from nrl.backends.models.pieces import fill, whole
-from nrl.backends.models.splitting import Part, cut, in_files, parts
+from nrl.backends.models.shards import fill, whole
+from nrl.backends.models.weight_layout import Part, cut, in_files, parts
+from nrl.backends.types import Piece
 from tests.properties.strategies import TINY
 
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -54,12 +54,12 @@ def test_a_view_is_found_and_each_number_comes_back_to_its_place(data: st.DataOb
     views = {f"part {i}": view_of(data.draw, own, block) for i, block in enumerate(grid(data.draw, own))}  # type: ignore[arg-type]
     found: list[Part] = []
     for name, view in views.items():
-        part = splitting._part(name, own, view)
+        part = weight_layout._part(name, own, view)
         assert part is not None
         found.append(part)
-    assert splitting._covered(own, found)
-    assert splitting._covered(own, found[1:]) is False
-    assert splitting._covered(own, [*found, found[0]]) is False
+    assert weight_layout._covered(own, found)
+    assert weight_layout._covered(own, found[1:]) is False
+    assert weight_layout._covered(own, [*found, found[0]]) is False
     mine = [Piece("own", tuple(own.shape), block, own[block]) for block in grid(data.draw, own)]  # type: ignore[arg-type]
     there = {name: whole(name, torch.full(view.shape, -1.0)) for name, view in views.items()}
     pieces = [piece for piece in cut(mine, {"own": found}) if piece.tensor.numel()]
@@ -83,7 +83,7 @@ def test_a_view_is_found_and_each_number_comes_back_to_its_place(data: st.DataOb
     ids=["steps", "diagonal", "other shape", "across rows", "one number"],
 )
 def test_a_view_that_is_no_block(view: Tensor) -> None:
-    assert splitting._part("name", torch.zeros(4, 4), view) is None
+    assert weight_layout._part("name", torch.zeros(4, 4), view) is None
 
 
 def built(*conversions: WeightConverter) -> Any:
@@ -125,7 +125,7 @@ def test_files_that_are_joined_already_are_read_as_they_are(tmp_path: Any) -> No
     module: Any = loading.build(Model(experts))
     module._weight_conversions = []
     loading.save_model(module, tmp_path)
-    read, whole_model = streaming.unread(Model(str(tmp_path))), loading.build(Model(str(tmp_path)))
+    read, whole_model = lazy_weights.unread(Model(str(tmp_path))), loading.build(Model(str(tmp_path)))
     assert read is not None
     assert parts(read.module).keys() == parts(whole_model).keys()
     for name, x in weights(whole_model).items():

@@ -19,9 +19,9 @@ import torch
 
 import nrl
 from nrl.backends import Sampling, adamw, fsdp, openai
-from nrl.backends.base import Model
 from nrl.backends.openai import EndpointSampler
 from nrl.backends.openai.several import Servers
+from nrl.backends.types import Model
 from nrl.errors import GenerationError
 from tests.backends.openai.test_openai import LAWS
 from tests.backends.sampling.test_samplers import PROMPTS, Made, by_the_trainer, model

@@ -9,10 +9,10 @@ import torch
 import nrl
 from nrl import tiny
 from nrl.backends import Media, Sampling, hf
-from nrl.backends.base import Chunks, length_of
-from nrl.backends.engines import Decoded, Request
+from nrl.backends.engine import Decoded, Request
 from nrl.backends.sampling.pool import EnginePool, StreamingEnginePool
-from nrl.backends.sampling.routing import Router
+from nrl.backends.sampling.prefix_router import Router
+from nrl.backends.types import Chunks, length_of
 from nrl.errors import GenerationError
 from nrl.runtime import Slots
 

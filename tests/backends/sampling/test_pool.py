@@ -22,14 +22,14 @@ import nrl
 from nrl import tiny
 from nrl.algos import sft_loss
 from nrl.backends import Sampling, Trainer, adamw, fsdp, hf
-from nrl.backends.engines import GIVEN_UP, Decoded, Request
+from nrl.backends.engine import GIVEN_UP, Decoded, Request
 from nrl.backends.hf.hf_engine import HfEngine
 from nrl.backends.sampling import pool
 from nrl.backends.sampling.pool import StreamingEnginePool
-from nrl.backends.sampling.routing import Router
-from nrl.backends.sampling.seat import Seat
+from nrl.backends.sampling.prefix_router import Router
+from nrl.backends.sampling.replica import Seat
 from nrl.backends.sampling.weights import Weights, say
-from nrl.backends.training import reading
+from nrl.backends.training import weight_stream
 from nrl.batch import Batch
 from nrl.errors import (
     ClosedCluster,
@@ -637,7 +637,7 @@ def batch_of(rows: int = 4) -> Batch:
 
 def test_weights_that_a_step_consumes_are_not_read_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """As an engine that is started again would, while another thread trains; half of each would be wrong."""
-    monkeypatch.setattr(reading, "_BUCKET", 1)
+    monkeypatch.setattr(weight_stream, "_BUCKET", 1)
     with cluster("local") as entered:
         trainer = fsdp.trainer(entered.reserve(1), tiny.model(), adamw(lr=1e-3))
         state = trainer.init()

@@ -16,8 +16,8 @@ import nrl
 from nrl import tiny
 from nrl.algos import sft_loss
 from nrl.backends import Model, Params, Sampler, Sampling, adamw, fsdp, hf, vllm
-from nrl.backends.base import Bucket
 from nrl.backends.sampling.weights import Weights
+from nrl.backends.types import Bucket
 from nrl.batch import Batch
 from nrl.errors import (
     ClosedCluster,
@@ -29,7 +29,7 @@ from nrl.errors import (
     WeightMismatch,
 )
 from nrl.runtime import Cluster, Mesh, P, cluster, shard_map
-from nrl.runtime.mesh.calling import from_all
+from nrl.runtime.mesh.rpc import from_all
 from tests.meshes import end
 from tests.weights import bucket_of
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nrl.backends import Sampling
-from nrl.backends.engines import Request
-from nrl.backends.sampling.seat import Awaited, Seat
+from nrl.backends.engine import Request
+from nrl.backends.sampling.replica import Awaited, Seat
 from nrl.runtime import cluster
 
 BECOMES = {

@@ -15,7 +15,7 @@ from nrl.backends import Model, Params, Sampling, adamw, fsdp, hf
 from nrl.backends.hf.hf_engine import HfEngine
 from nrl.backends.sampling.pool import EnginePool
 from nrl.backends.sampling.weights import Weights, give
-from nrl.backends.training import reading
+from nrl.backends.training import weight_stream
 from nrl.backends.training.trainer import Trainer
 from nrl.errors import ModelError, WeightMismatch
 from nrl.runtime import Cluster
@@ -162,7 +162,7 @@ def test_the_bits_are_those_of_rounding_where_they_arrive(here: Cluster, monkeyp
 
 
 def test_a_rounded_bucket_has_twice_as_many_weights(params: Params, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "_BUCKET", 100_000)
+    monkeypatch.setattr(weight_stream, "_BUCKET", 100_000)
     whole, half = (len(list(params.buckets(dtype=dtype))) for dtype in (None, torch.bfloat16))
     assert whole > 1.5 * half
 

@@ -15,8 +15,8 @@ from nrl.algos import Loss, add, grpo_loss, sft_loss, token_mean
 from nrl.backends import Model, Trainer, TrainState, adamw, fsdp, megatron
 from nrl.backends.training.trainer import make_trainer
 from nrl.batch import Batch
+from nrl.batch.metrics import Mean, Metrics, finalize
 from nrl.errors import ConsumedState, MissingOutput, WeightError
-from nrl.reduce import Mean, Metrics, finalize
 from nrl.runtime import Cluster, Slots
 from tests.backends.bigram import VOCABULARY, Bigram
 from tests.weights import assert_close, assert_equal, weights

@@ -12,8 +12,8 @@ from nrl.algos import sft_loss, token_mean
 from nrl.backends import adamw, fsdp
 from nrl.backends.training.determinism import make_deterministic, refusing
 from nrl.batch import Batch
+from nrl.batch.metrics import Mean, Metrics
 from nrl.errors import ConfigError, NotDeterministic
-from nrl.reduce import Mean, Metrics
 from nrl.runtime import Slots
 
 OF_TORCH = torch.backends.cudnn

@@ -11,18 +11,18 @@ from nrl import tiny
 from nrl.algos import sft_loss
 from nrl.backends import Model, adamw, fsdp
 from nrl.backends.models import lora
-from nrl.backends.training.devices import FLOPS, measuring
+from nrl.backends.training.device_metrics import FLOPS, measuring
 from nrl.backends.training.flops import Cost, cost, step_flops
-from nrl.backends.training.plans import plan, predicted
+from nrl.backends.training.microbatch_plan import plan, predicted
 from nrl.batch import Batch
+from nrl.batch.metrics import Metrics, Sum, finalize, merge
 from nrl.batch.packed_rows import Rectangles, Sequences
-from nrl.plan.closed import closed_flops
-from nrl.reduce import Metrics, Sum, finalize, merge
+from nrl.ops.plan.analytic import closed_flops
 from nrl.runtime import Cluster
-from nrl.runtime.mesh.calling import from_all
+from nrl.runtime.device_specs import PEAKS, peak
 from nrl.runtime.mesh.current_process import Process, entered, idle, perform, process
 from nrl.runtime.mesh.processes import Out
-from nrl.runtime.peaks import PEAKS, peak
+from nrl.runtime.mesh.rpc import from_all
 from nrl.runtime.trace import measured
 from tests.plan.test_gpus import TINY
 

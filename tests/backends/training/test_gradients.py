@@ -10,10 +10,10 @@ from torch import Tensor
 
 import nrl
 from nrl.algos import grpo_loss, needs, sft_loss, token_mean
-from nrl.backends.training.gradients import ignores, value_and_grad
+from nrl.backends.training.value_and_grad import ignores, value_and_grad
 from nrl.batch import Batch
+from nrl.batch.metrics import Max, Mean, Metrics, Sum
 from nrl.errors import WeightError
-from nrl.reduce import Max, Mean, Metrics, Sum
 
 MASK = torch.tensor([[False, False, True, True], [False, True, False, False]])
 LOGPROBS = torch.tensor([[0.0, 0.0, -1.0, -2.0], [0.0, -4.0, 0.0, 0.0]])

@@ -17,9 +17,9 @@ from nrl.backends import Model, Params, Trainer, adamw, fsdp, hf
 from nrl.backends.fsdp.torch_engine import TorchEngine
 from nrl.backends.models import loading
 from nrl.batch import Batch, lengths
+from nrl.batch.metrics import Mean, Metrics, Sum, finalize
 from nrl.batch.packed_rows import Packing
 from nrl.errors import BatchError, ColumnError, ConfigError, MissingOutput, ModelError
-from nrl.reduce import Mean, Metrics, Sum, finalize
 from nrl.runtime import Cluster, Slots
 from tests.backends.fsdp.test_torch_engine import CONFIGS, MIXED, QWEN3, batch_of
 

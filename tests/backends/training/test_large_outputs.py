@@ -20,13 +20,13 @@ from nrl.algos import LogitsOutput, Loss, add, from_logits, needed, needs, seq_m
 from nrl.backends import Model, Optimizer, adamw, fsdp
 from nrl.backends.models import lora
 from nrl.backends.models.named_weights import named_tensors, weights
-from nrl.backends.training import head_chunks, plans
+from nrl.backends.training import head_chunks, microbatch_plan
 from nrl.backends.training.head_functions import linear_logits, map_logits
-from nrl.backends.training.law import check_law
-from nrl.backends.training.terms import global_weights
+from nrl.backends.training.loss_checks import check_law
+from nrl.backends.training.loss_terms import global_weights
 from nrl.batch import Batch, lengths
+from nrl.batch.metrics import Mean, Metrics, finalize
 from nrl.errors import BatchError, MissingColumn, MissingOutput, ModelError, WeightError
-from nrl.reduce import Mean, Metrics, finalize
 from nrl.runtime import Slots
 from tests.backends.fsdp.test_torch_engine import CONFIGS, QWEN3, batch_of
 from tests.weights import assert_close
@@ -339,11 +339,11 @@ def test_logits_that_have_no_room(slots: Slots, monkeypatch: pytest.MonkeyPatch)
     """A forward is refused for all of its rows, a step for one micro-batch, and functions of logits never."""
     batch = rows()
     trainer = fsdp.trainer(slots[:1], Model(QWEN3), SPEC, max_tokens=40)
-    monkeypatch.setattr(plans, "LOGITS_BYTES", 40 * 23 * 4)
+    monkeypatch.setattr(microbatch_plan, "LOGITS_BYTES", 40 * 23 * 4)
     with pytest.raises(BatchError, match=r"forward: logits: 136 tokens by 23 words take .* give it fewer rows at a ti"):
         trainer.forward(trainer.load(), batch, {"logits"})
     state, _ = trainer.train_step(loss_of_all)(trainer.init(), batch)
-    monkeypatch.setattr(plans, "LOGITS_BYTES", 16 * 23 * 4)
+    monkeypatch.setattr(microbatch_plan, "LOGITS_BYTES", 16 * 23 * 4)
     with pytest.raises(BatchError, match=r"logits of a micro-batch: .* smaller max_tokens=, or .*from_logits\(fn\)"):
         trainer.train_step(loss_of_all)(state, batch)
     trainer.train_step(loss_of_functions)(trainer.init(), batch)
@@ -387,7 +387,7 @@ def test_the_weight_of_a_large_vocabulary_is_learnt_without_its_logits(monkeypat
     assert global_weights(selects, batch, widths=widths) == {"loss": pytest.approx(expected)}
     assert global_weights(loss_of_all, batch, widths=widths)["smooth"] == mask.sum()
     for numbers in (23 * 20, 2**24):
-        monkeypatch.setattr("nrl.backends.training.terms._NUMBERS", numbers)
+        monkeypatch.setattr("nrl.backends.training.loss_terms._NUMBERS", numbers)
         assert global_weights(looks_at_numbers, rows(), widths={"logits": 23}) == {"loss": 33.0}
 
 
@@ -477,8 +477,8 @@ def test_an_output_with_a_function_travels() -> None:
 def test_the_law_of_rows_holds_for_them(numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a few short rows alone are tried."""
     widths, always, batch = {"logits": 23, "hidden_states": 16}, {"logprobs"}, rows()
-    monkeypatch.setattr("nrl.backends.training.law._NUMBERS", numbers)
-    monkeypatch.setattr("nrl.backends.training.terms._NUMBERS", numbers)
+    monkeypatch.setattr("nrl.backends.training.loss_checks._NUMBERS", numbers)
+    monkeypatch.setattr("nrl.backends.training.loss_terms._NUMBERS", numbers)
     for loss in (loss_of_all, loss_of_functions, add((1.0, sft_loss), (0.5, loss_of_functions))):
         weights = global_weights(loss, batch, always=always, widths=widths)
         assert check_law(loss, batch, weights, always, widths)

@@ -9,8 +9,8 @@ from nrl.algos import add, dpo_loss, needs, sft_loss, token_mean
 from nrl.backends import Trainer
 from nrl.backends.training.trainer import make_trainer
 from nrl.batch import Batch
+from nrl.batch.metrics import Mean, finalize
 from nrl.errors import MissingOutput
-from nrl.reduce import Mean, finalize
 from nrl.runtime import Slots
 from tests.backends.bigram import Bigram
 

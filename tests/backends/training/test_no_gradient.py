@@ -13,8 +13,8 @@ from nrl import tiny
 from nrl.algos import clip, policy_loss, sft_loss, token_mean
 from nrl.backends import Trainer, adamw, fsdp
 from nrl.batch import Batch
+from nrl.batch.metrics import Mean, Metrics, finalize
 from nrl.errors import LossError, NoGradient, NotFinite
-from nrl.reduce import Mean, Metrics, finalize
 
 type Result = tuple[Mean | dict[str, Mean], Metrics]
 

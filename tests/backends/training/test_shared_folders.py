@@ -13,19 +13,19 @@ import pytest
 from torch import Tensor
 
 import nrl
-from nrl import checkpoint
 from nrl.backends import Params, Trainer, TrainState
-from nrl.backends.to_save import ToSave
-from nrl.backends.training import shared_folders
-from nrl.backends.training.shared_folders import Stranger, answer, check, see, stranger
+from nrl.backends.training import shared_fs
+from nrl.backends.training.save_plan import ToSave
+from nrl.backends.training.shared_fs import Stranger, answer, check, see, stranger
 from nrl.backends.training.trainer import make_trainer
-from nrl.checkpoint import Checkpoints
+from nrl.data import counting
 from nrl.errors import CheckpointError
 from nrl.files import Folder, Saved, Written, write
+from nrl.run import checkpoint
+from nrl.run.checkpoint import Checkpoints
 from nrl.runtime import Cluster
 from nrl.runtime.mesh.current_process import Process, entered
-from nrl.runtime.node import notes
-from nrl.stream import counting
+from nrl.runtime.node import shared_fs_probe
 from tests.backends.bigram import Bigram, BigramState
 
 HERE = socket.gethostname()
@@ -33,7 +33,7 @@ HERE = socket.gethostname()
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notes, "_PATIENCE", 0.1)
+    monkeypatch.setattr(shared_fs_probe, "_PATIENCE", 0.1)
 
 
 def second(function: Callable[..., Any], *args: Any) -> Any:
@@ -119,7 +119,7 @@ def test_what_would_be_lost_is_said_before_it_is_written(
     with nrl.run(Config(here / "shared")) as run:
         assert isinstance(run.restore(policy=trainer), TrainState)
     away = lambda folder, note: answer(there / folder.relative_to(here), note)  # noqa: E731  as on another node
-    monkeypatch.setattr(shared_folders, "answer", away)
+    monkeypatch.setattr(shared_fs, "answer", away)
     why = f"is not the same folder for this program, on host {HERE}, and for all of policy: rank 0, on host {HERE}, has"
     what = "A checkpoint would be without what it writes; give a folder (out=) on a disk that all nodes share"
     uses: dict[str, Callable[[], Any]] = {
@@ -157,7 +157,7 @@ def test_a_run_looks_once(trainer: Trainer, tmp_path: Path, monkeypatch: pytest.
         asked.append(folder)
         return answer(folder, note)
 
-    monkeypatch.setattr(shared_folders, "answer", counts)
+    monkeypatch.setattr(shared_fs, "answer", counts)
     with nrl.run(Config(tmp_path)) as run:
         state, frozen = run.restore(policy=trainer, reference=trainer.load())
         assert asked == [tmp_path / "checkpoints" / "train"]
@@ -172,7 +172,7 @@ def test_a_model_on_another_disk_is_not_lost_silently(
 ) -> None:
     there = tmp_path / "there"
     there.mkdir()
-    monkeypatch.setattr(shared_folders, "answer", lambda folder, note: answer(there, note))
+    monkeypatch.setattr(shared_fs, "answer", lambda folder, note: answer(there, note))
     message = (
         f"export: the model lies in {tmp_path}/model on host {HERE}, and this program, on host {HERE}, does not see it"
         f": rank 0, on host {HERE}, has another folder there. Copy it from there, or give a folder on a disk"
@@ -249,7 +249,7 @@ def test_the_processes_see_for_themselves_before_they_restore(
 ) -> None:
     trainer.save(trainer.init(), tmp_path)
     asked: list[tuple[Path, list[str]]] = []
-    monkeypatch.setattr(shared_folders, "see", lambda folder, files: asked.append((folder, sorted(files))))
+    monkeypatch.setattr(shared_fs, "see", lambda folder, files: asked.append((folder, sorted(files))))
     trainer.restore(tmp_path)
     assert asked == [(tmp_path, ["table.pt"])]
 
@@ -266,7 +266,7 @@ def test_the_processes_of_a_trainer_read_what_it_wrote(
         check(folder, files)
 
     with monkeypatch.context() as patched:
-        patched.setattr(shared_folders, "check", checks)
+        patched.setattr(shared_fs, "check", checks)
         checkpoint.verify(tmp_path / "000002", {"policy": trainer})
     assert read == [tmp_path / "000002/policy" / name for name in ("table.pt",)]
     table = tmp_path / "000002/policy/table.pt"
@@ -292,7 +292,7 @@ def test_a_run_has_them_read_it(trainer: Trainer, tmp_path: Path, monkeypatch: p
         read.extend(folder / name for name in files)
         check(folder, files)
 
-    monkeypatch.setattr(shared_folders, "check", reads)
+    monkeypatch.setattr(shared_fs, "check", reads)
     cfg = Config(tmp_path, checkpoints=Checkpoints(every=1))
     with nrl.run(cfg) as run:
         state = run.restore(policy=trainer)

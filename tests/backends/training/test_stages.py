@@ -12,13 +12,13 @@ from torch import Tensor
 
 from nrl import P, shard_map
 from nrl.algos import Loss
-from nrl.backends.base import Piece
-from nrl.backends.models.pieces import Filling, whole
-from nrl.backends.to_save import ToSave
+from nrl.backends.models.shards import Filling, whole
+from nrl.backends.training.save_plan import ToSave
 from nrl.backends.training.trainer import make_trainer
+from nrl.backends.types import Piece
 from nrl.batch import Batch, assign
+from nrl.batch.metrics import Mean, Metrics, finalize
 from nrl.files import Folder
-from nrl.reduce import Mean, Metrics, finalize
 from nrl.runtime import Cluster, process
 
 pytestmark = pytest.mark.ray

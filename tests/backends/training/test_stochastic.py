@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nrl.backends.training import stochastic
-from nrl.backends.training.stochastic import RoundedAdamW, noise, rounded
+from nrl.backends.training import stochastic_rounding
+from nrl.backends.training.stochastic_rounding import RoundedAdamW, noise, rounded
 
 CPU = torch.device("cpu")
 
@@ -70,7 +70,7 @@ def test_a_second_moment_falls_again() -> None:
 def test_parts_give_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for at_once in (2**22, 100):
-        monkeypatch.setattr(stochastic, "_AT_ONCE", at_once)
+        monkeypatch.setattr(stochastic_rounding, "_AT_ONCE", at_once)
         parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in ((13, 40), (300,), (), (0, 4))]
         optimizer = RoundedAdamW([{"params": parameters}], 1e-2, (0.9, 0.999), 1e-8)
         torch.manual_seed(0)

@@ -14,10 +14,11 @@ from tensordict import TensorDict
 import nrl
 from nrl.algos import Loss, needs, policy_loss, reinforce, sft_loss, token_mean, weighted_sft_loss
 from nrl.backends import Sampler, TrainEngine, Trainer, publish
-from nrl.backends.base import top_k
-from nrl.backends.training.terms import check_weights, global_weights, terms_of
+from nrl.backends.training.loss_terms import check_weights, global_weights, terms_of
 from nrl.backends.training.trainer import make_trainer
+from nrl.backends.types import top_k
 from nrl.batch import Batch
+from nrl.batch.metrics import Mean, Metrics, Sum, finalize
 from nrl.errors import (
     ArgumentError,
     BatchError,
@@ -31,7 +32,6 @@ from nrl.errors import (
     NotFinite,
     WeightError,
 )
-from nrl.reduce import Mean, Metrics, Sum, finalize
 from nrl.runtime import Cluster
 from tests.backends.bigram import VOCABULARY, Bigram, Recorder
 

@@ -9,8 +9,8 @@ from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from nrl.backends.training.plans import Plan
-from nrl.backends.training.transfers import packed, to_device, unpacked
+from nrl.backends.training.h2d import packed, to_device, unpacked
+from nrl.backends.training.microbatch_plan import Plan
 
 DTYPES = [torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bfloat16, torch.float32, torch.float64]
 

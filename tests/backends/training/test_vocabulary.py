@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from nrl.backends.training.fused_logprobs import linear_logprobs, linear_top_k
-from nrl.backends.training.vocabulary import VocabularyShard
+from nrl.backends.training.vocab_parallel import VocabularyShard
 from nrl.errors import ConfigError
 from tests.backends.processes import Processes
 

@@ -15,8 +15,8 @@ import nrl
 from nrl import tiny
 from nrl.algos import sft_loss
 from nrl.backends import Params, Sampling, adamw, fsdp, vllm
-from nrl.backends.base import Completion
 from nrl.backends.sampling.pool import StreamingEnginePool
+from nrl.backends.types import Completion
 from nrl.batch import Batch
 from nrl.errors import WeightMismatch
 from nrl.runtime import Cluster, P, shard_map

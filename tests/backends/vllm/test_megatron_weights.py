@@ -13,8 +13,8 @@ from nrl import Layout, tiny
 from nrl.algos import sft_loss
 from nrl.backends import Model, Optimizer, Sampling, adamw, fsdp, megatron, vllm
 from nrl.backends.training.trainer import make_trainer
+from nrl.batch.metrics import finalize
 from nrl.errors import WeightMismatch
-from nrl.reduce import finalize
 from nrl.runtime import Cluster, process
 from tests.meshes import end
 from tests.weights import assert_close, assert_equal, weights

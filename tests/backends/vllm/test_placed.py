@@ -8,7 +8,7 @@ import torch
 import nrl
 from nrl import tiny
 from nrl.backends import Params, Sampling, adamw, fsdp, vllm
-from nrl.backends.base import Completion
+from nrl.backends.types import Completion
 from nrl.batch import Batch
 from nrl.errors import PlacementError
 from nrl.runtime import Cluster

@@ -13,7 +13,7 @@ import torch
 
 from nrl import tiny
 from nrl.backends import Model, vllm
-from nrl.backends.engines import Decoded
+from nrl.backends.engine import Decoded
 from nrl.backends.vllm import settings, vllm_engine
 from nrl.backends.vllm.routed_experts import RoutedExperts
 from nrl.errors import ConfigError, GenerationError, ModelError

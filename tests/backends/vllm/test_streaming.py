@@ -19,10 +19,10 @@ import nrl
 from nrl import data, tiny
 from nrl.algos import advantages, grpo_loss
 from nrl.backends import Params, Sampling, adamw, fsdp, vllm
-from nrl.backends.base import Completion
-from nrl.backends.engines import Request
+from nrl.backends.engine import Request
 from nrl.backends.sampling.pool import StreamingEnginePool
-from nrl.backends.sampling.seat import Seat
+from nrl.backends.sampling.replica import Seat
+from nrl.backends.types import Completion
 from nrl.batch import Batch
 from nrl.envs import Environment, Step, Task
 from nrl.errors import ArgumentError, LostRequest
@@ -134,7 +134,7 @@ def test_episodes_are_carried_on_under_other_weights(pair: Pair) -> None:
         return Step((state[0], left), 1.0, done=left == 0, observation=[8, 9])
 
     env = Environment(lambda task: ((task["index"], 8 if task["index"] == 1 else 1), PROMPT), step)
-    tasks = nrl.stream.counting(lambda index: {"index": index})
+    tasks = nrl.data.counting(lambda index: {"index": index})
     sampling = Sampling(max_new_tokens=40)
     stream = nrl.partial(nrl.rollouts(pair.sampler, env, tasks, n=2, sampling=sampling), 1)
     assert [int(group["group_ids"][0]) for group in stream.take(2)] == [0, 2]
@@ -151,7 +151,7 @@ def test_episodes_are_carried_on_under_other_weights(pair: Pair) -> None:
 
 def test_engines_forget_what_is_cut(pair: Pair) -> None:
     env = Environment(lambda task: (0, PROMPT), lambda state, text: Step(state, 1.0))
-    groups = nrl.rollouts(pair.sampler, env, nrl.stream.counting(lambda index: {}), n=8)
+    groups = nrl.rollouts(pair.sampler, env, nrl.data.counting(lambda index: {}), n=8)
     [group] = nrl.cut(groups, 0.3).take(1)
     assert group["cut"].any()
     assert settled(lambda: sum(seat.under_way for seat in pair.sampler._seats), 60) == 0
@@ -212,7 +212,7 @@ def test_engines_that_are_killed_are_started_again(
     assert batch["valid"].all()
     again = int(batch["asked_again"].sum())
     assert 0 < again <= 64
-    assert nrl.reduce.finalize(nrl.summary(batch))["asked_again"] == again
+    assert nrl.batch.metrics.finalize(nrl.summary(batch))["asked_again"] == again
     found = torch.where(batch["loss_mask"], old.trainer.logprobs(old, batch).result(), 0.0)
     torch.testing.assert_close(batch["rollout_logprobs"], found, atol=1e-4, rtol=0)
     for place in victims:  # they have the weights that were published last

@@ -26,7 +26,7 @@ from nrl.envs.endpoint.fields import Unusable
 from nrl.envs.endpoint.sessions import Session
 from nrl.envs.limits import limited
 from nrl.envs.tools import ToolCall
-from nrl.episodes.bridges import FORKS
+from nrl.rollout.bridges import FORKS
 from tests.envs.endpoint.driving import ENDS, Says, asks, played, turn, turns_of
 
 KEYS = st.sampled_from(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import nrl
 from nrl.envs import Trace
-from nrl.episodes.bridges import FORKS
+from nrl.rollout.bridges import FORKS
 from tests.envs.endpoint.driving import Says, asks, played, turns_of
 
 

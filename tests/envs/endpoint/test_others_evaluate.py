@@ -15,7 +15,7 @@ import nrl
 from nrl import data, tiny
 from nrl.algos import sft_loss
 from nrl.backends import fsdp
-from nrl.command.cli import main
+from nrl.cli.cli import main
 from tests.command.test_serving import started
 
 pytestmark = pytest.mark.slow

@@ -21,9 +21,9 @@ from schemathesis import GenerationMode, checks
 from schemathesis.core.result import Ok
 
 import nrl
-from nrl.command.gym import head
 from nrl.envs import Step, exact
 from nrl.envs.gym import listening
+from nrl.gym.cli import head_server
 
 KINDS = ("verifier", "environment", "head")
 CHECKS = [
@@ -106,10 +106,10 @@ def a_head(ready: bool = True) -> Iterator[str]:
         "state": "ready",
     }
     shown = [{**server, "replicas": [{**replica, "pid": 7}, {**replica, "pid": None, "url": None}]}]
-    app = head.application(lambda: shown, lambda: ready, None)
+    app = head_server.application(lambda: shown, lambda: ready, None)
     loop, stopped = asyncio.new_event_loop(), asyncio.Event()
     with listening.listening("127.0.0.1", 0, "a test") as on:
-        thread = threading.Thread(target=loop.run_until_complete, args=(head.serving(app, on, stopped),))
+        thread = threading.Thread(target=loop.run_until_complete, args=(head_server.serving(app, on, stopped),))
         thread.start()
         try:
             yield f"http://127.0.0.1:{on.getsockname()[1]}"

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from nrl.runtime.doctor import between, cluster
-from nrl.runtime.doctor.findings import Finding
+from nrl.ops.doctor import cluster, network_checks
+from nrl.ops.doctor.findings import Finding
 from nrl.runtime.node.machine import facts
-from nrl.runtime.node.notes import answer
 from nrl.runtime.node.probe import Probe
+from nrl.runtime.node.shared_fs_probe import answer
 
 pytestmark = pytest.mark.ray
 
@@ -112,7 +112,7 @@ def test_an_interface_that_is_not_there_and_a_folder_that_is_another(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Probe, "sees", elsewhere)
-    monkeypatch.setattr(between, "interface_of", nowhere)
+    monkeypatch.setattr(network_checks, "interface_of", nowhere)
     found = list(cluster.hosts(address, str(tmp_path), 1 << 20, 200))
     names = next(each for each in found if each.check == "cluster").values["hosts"]
     shared = wrong(found, "shared")
@@ -146,7 +146,7 @@ def test_a_host_that_has_not_come_and_a_folder_that_is_missing_are_told(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cluster, "SILENCE", 0.2)
-    monkeypatch.setattr(between, "_meetings", nobody_meets)
+    monkeypatch.setattr(network_checks, "_meetings", nobody_meets)
     monkeypatch.setattr(cluster, "_come", functools.partial(come_within, 2.0))
     found = list(cluster.hosts(address, str(tmp_path / "mistyped"), 1 << 20, 200, expected=3))
     [(level, host, said, _)] = wrong(found, "shared")

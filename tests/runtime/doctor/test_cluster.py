@@ -18,19 +18,19 @@ import cloudpickle
 import filelock
 import pytest
 
-from nrl.command.cli import main
+from nrl.cli.cli import main
 from nrl.errors import ExecutableError
+from nrl.ops.doctor import cluster, host_probe, network_checks
+from nrl.ops.doctor.findings import Finding
+from nrl.ops.doctor.remote_checks import Host, unanswered
 from nrl.runtime import node
-from nrl.runtime.doctor import between, cluster, there
-from nrl.runtime.doctor.asking import Host, unanswered
-from nrl.runtime.doctor.findings import Finding
-from nrl.runtime.node.notes import answer
 from nrl.runtime.node.probe import Probe
+from nrl.runtime.node.shared_fs_probe import answer
 from tests.runtime.doctor.test_host import GPU
 
 
 def test_a_note_is_answered_where_the_folder_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nrl.runtime.node.notes._PATIENCE", 0.1)
+    monkeypatch.setattr("nrl.runtime.node.shared_fs_probe._PATIENCE", 0.1)
     (tmp_path / "note").touch()
     assert answer(tmp_path, "note", "host-a") == ""
     assert (tmp_path / "note.host-a").exists()
@@ -90,16 +90,16 @@ def test_a_probe_passes_over_ports_that_only_root_may_open(
 
 def test_hosts_of_which_one_cannot_listen_do_not_all_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     said = iter([({"a": 5000}, {"b": "Cannot assign requested address"}), ({("b", "a"): ""}, {})])
-    monkeypatch.setattr(between, "answered", lambda what, asked, limit: next(said))
+    monkeypatch.setattr(network_checks, "answered", lambda what, asked, limit: next(said))
     there = {name: Host(name, f"10.0.0.{name}", {}, Mock()) for name in ("a", "b")}
-    [finding] = between._knocks(there, "that the system picked", (0,), 1.0, "mend it", "open it")
+    [finding] = network_checks._knocks(there, "that the system picked", (0,), 1.0, "mend it", "open it")
     assert (finding.level, finding.host, finding.todo) == ("failed", "b", "mend it")
     assert "it cannot listen at 10.0.0.b" in finding.found
 
 
 def test_ports_that_are_no_range_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NRL_PORTS", "20000")
-    [finding] = between._ports({}, 1.0)
+    [finding] = network_checks._ports({}, 1.0)
     assert (finding.level, finding.found.partition(";")[0]) == ("failed", "NRL_PORTS is '20000'")
 
 
@@ -194,12 +194,12 @@ def test_what_is_late_is_not_known_and_what_is_broken_has_failed() -> None:
 
 
 def test_a_look_travels_to_a_python_that_has_no_nrl(tmp_path: Path) -> None:
-    for module in (node, there):
+    for module in (node, host_probe):
         cloudpickle.register_pickle_by_value(module)
     try:
-        (tmp_path / "shipped").write_bytes(cloudpickle.dumps(there.look))
+        (tmp_path / "shipped").write_bytes(cloudpickle.dumps(host_probe.look))
     finally:
-        for module in (node, there):
+        for module in (node, host_probe):
             cloudpickle.unregister_pickle_by_value(module)
     (tmp_path / "site").mkdir()
     for package in (cloudpickle, filelock):

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from nrl.runtime.doctor.asking import reason
-from nrl.runtime.doctor.comparing import apart, clock, differences, rounds, slots, way
-from nrl.runtime.doctor.findings import Finding
-from nrl.runtime.node.environments import DISTRIBUTION
+from nrl.ops.doctor.findings import Finding
+from nrl.ops.doctor.host_diff import apart, clock, differences, rounds, slots, way
+from nrl.ops.doctor.remote_checks import reason
 from nrl.runtime.node.machine import PACKAGES, Facts
+from nrl.runtime.venvs.environments import DISTRIBUTION
 
 GIB = 1 << 30
 GPUS = {

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from nrl.runtime.doctor.findings import Finding
-from nrl.runtime.doctor.hardware import HARDWARE
-from nrl.runtime.node.environments import DISTRIBUTION, INVENTORY
+from nrl.ops.doctor.findings import Finding
+from nrl.ops.doctor.hardware import HARDWARE
 from nrl.runtime.node.gpus import gpus, links_of
 from nrl.runtime.node.machine import Facts, facts, folders, python_with_torch
+from nrl.runtime.venvs.environments import DISTRIBUTION, INVENTORY
 
 GIB = 1 << 30
 H100 = {"name": "NVIDIA H100 80GB HBM3", "memory": 80 * GIB, "used": 0, "mode": "Default", "mig": "Disabled"}

@@ -18,13 +18,13 @@ import pytest
 from uv import find_uv_bin
 
 from nrl.errors import ExecutableError
-from nrl.runtime.doctor import installation, surroundings, there
-from nrl.runtime.doctor.findings import Check, Finding, note, ok
-from nrl.runtime.doctor.running import findings
-from nrl.runtime.doctor.there import look_at_torch
-from nrl.runtime.executables.recipes import recipe
-from nrl.runtime.node.environments import INVENTORY
+from nrl.ops.doctor import host_probe, installation, service_checks
+from nrl.ops.doctor.findings import Check, Finding, note, ok
+from nrl.ops.doctor.host_probe import look_at_torch
+from nrl.ops.doctor.runner import findings
 from nrl.runtime.node.machine import Facts, facts
+from nrl.runtime.venvs.environments import INVENTORY
+from nrl.runtime.venvs.recipes import recipe
 
 GPU = {
     "driver": "550.54",
@@ -290,23 +290,23 @@ def test_environments_that_cannot_be_written_and_lack_the_source_or_whose_lock_c
 def test_what_ray_has_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    [none] = found(surroundings.ray, facts())
+    [none] = found(service_checks.ray, facts())
     assert (none.level, none.values["address"]) == ("ok", None)
     file = tmp_path / "ray" / "ray_current_cluster"
     file.parent.mkdir()
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         file.write_text(f"{address}\n")
-        [runs] = found(surroundings.ray, facts())
+        [runs] = found(service_checks.ray, facts())
         assert (runs.level, runs.found) == ("ok", f"a cluster runs here, at {address}")
-    [stale] = found(surroundings.ray, facts())
+    [stale] = found(service_checks.ray, facts())
     assert stale.level == "warning"
     assert address in stale.found
     assert stale.todo.startswith(f"rm {file}")
     file.write_text("nonsense")
-    assert found(surroundings.ray, facts())[0].level == "warning"
+    assert found(service_checks.ray, facts())[0].level == "warning"
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.9:6379")
-    assert found(surroundings.ray, facts())[0].found.startswith("RAY_ADDRESS is 10.0.0.9:6379")
+    assert found(service_checks.ray, facts())[0].found.startswith("RAY_ADDRESS is 10.0.0.9:6379")
 
 
 @pytest.fixture
@@ -331,16 +331,16 @@ def test_the_hub_and_a_token_that_nobody_sees(here: Facts, monkeypatch: pytest.M
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_TOKEN", "hf_nobody_shall_see_me")
     monkeypatch.setenv("HF_ENDPOINT", mirror)
-    [reached] = found(surroundings.hub, here)
+    [reached] = found(service_checks.hub, here)
     assert (reached.level, reached.values["token"]) == ("ok", True)
     assert f"{mirror} answers" in reached.found
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
-    [lost] = found(surroundings.hub, here)
+    [lost] = found(service_checks.hub, here)
     assert lost.level == "note"
     assert "does not answer" in lost.found
     assert "HF_HUB_OFFLINE=1" in lost.todo
     monkeypatch.setenv("TRANSFORMERS_OFFLINE", "1")
-    [offline] = found(surroundings.hub, here)
+    [offline] = found(service_checks.hub, here)
     assert (offline.level, offline.values["offline"]) == ("note", ["TRANSFORMERS_OFFLINE"])
     assert "nobody_shall" not in repr([reached, lost, offline])
 
@@ -350,7 +350,7 @@ def test_a_sandbox_that_is_missing_or_fails(here: Facts, monkeypatch: pytest.Mon
     for name in wanted:
         program(tmp_path / name, "echo no permissions to create a new namespace >&2; exit 1")
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    [fails] = found(surroundings.sandbox, here)
+    [fails] = found(service_checks.sandbox, here)
     assert fails.level == "note"
     assert "no permissions" in fails.found
     assert "namespaces" in fails.todo
@@ -358,31 +358,31 @@ def test_a_sandbox_that_is_missing_or_fails(here: Facts, monkeypatch: pytest.Mon
 
 @pytest.mark.skipif(shutil.which("bwrap") is not None, reason="bubblewrap is installed")
 def test_a_sandbox_that_is_not_installed(here: Facts) -> None:
-    [missing] = found(surroundings.sandbox, here)
+    [missing] = found(service_checks.sandbox, here)
     assert "apt-get install bubblewrap" in missing.found
 
 
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 def test_a_sandbox_that_works(here: Facts) -> None:
-    assert [each.level for each in found(surroundings.sandbox, here)] == ["ok"]
+    assert [each.level for each in found(service_checks.sandbox, here)] == ["ok"]
 
 
 def test_a_folder_for_all_hosts_is_looked_at_on_one(tmp_path: Path) -> None:
-    [well] = surroundings.shared(tmp_path)
+    [well] = service_checks.shared(tmp_path)
     assert (well.level, well.values["path"], list(tmp_path.iterdir())) == ("ok", str(tmp_path), [])
-    [missing] = surroundings.shared(tmp_path / "mistyped")
+    [missing] = service_checks.shared(tmp_path / "mistyped")
     assert (missing.level, missing.found) == ("failed", f"{tmp_path / 'mistyped'} does not exist")
     assert "mkdir -p" in missing.todo
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
-    assert [each.found for each in surroundings.shared(tmp_path / "file")] == [f"{tmp_path / 'file'} is no folder"]
-    [closed] = surroundings.shared(Path("/proc"))
+    assert [each.found for each in service_checks.shared(tmp_path / "file")] == [f"{tmp_path / 'file'} is no folder"]
+    [closed] = service_checks.shared(Path("/proc"))
     assert (closed.level, closed.found.startswith("/proc cannot be written (")) == ("failed", True)
 
 
 @pytest.mark.parametrize(("why", "level"), [("", "ok"), ("there is no bwrap", "note")])
 def test_a_sandbox_of_another_host(why: str, level: str) -> None:
-    finding = surroundings.sandbox_judged({"why": why})
+    finding = service_checks.sandbox_judged({"why": why})
     assert (finding.level, why in finding.found) == (level, True)
     assert ("apt-get install bubblewrap" in finding.todo) == bool(why)
 
@@ -391,12 +391,12 @@ def test_the_smallest_sandbox_runs_or_says_why_not(tmp_path: Path, monkeypatch: 
     for name in ("bwrap", "prlimit", "setpriv"):
         program(tmp_path / name, "exit 0")
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert there._look_at_sandbox() == {"why": ""}
+    assert host_probe._look_at_sandbox() == {"why": ""}
     program(tmp_path / "bwrap", "echo no permissions >&2; exit 1")
-    assert there._look_at_sandbox() == {"why": "no permissions"}
+    assert host_probe._look_at_sandbox() == {"why": "no permissions"}
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "prlimit").unlink()
-    assert there._look_at_sandbox() == {"why": "there is no prlimit"}
+    assert host_probe._look_at_sandbox() == {"why": "there is no prlimit"}
 
 
 # --- running them
@@ -431,7 +431,7 @@ def test_checks_are_told_in_their_order_and_one_that_hangs_is_told_as_well(capsy
 
 
 def test_a_wait_says_for_how_long(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nrl.runtime.doctor.running.SILENCE", 0.6)
+    monkeypatch.setattr("nrl.ops.doctor.runner.SILENCE", 0.6)
 
     def slow(machine: Facts) -> Iterator[Finding]:
         time.sleep(0.9)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nrl.runtime.node.meeting import Meeting
+from nrl.runtime.node.link_benchmark import Meeting
 
 
 def test_who_comes_to_one_that_has_failed_says_why_that_one_did(monkeypatch: pytest.MonkeyPatch) -> None:

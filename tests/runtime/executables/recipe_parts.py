@@ -21,11 +21,11 @@ import cloudpickle
 import filelock
 
 from nrl.runtime import node
-from nrl.runtime.executables.wheels import Wheel, content_digest
-from nrl.runtime.node import environments
-from nrl.runtime.node.building import provide
-from nrl.runtime.node.environments import DISTRIBUTION, Recipe, here
-from nrl.runtime.node.installer import uv
+from nrl.runtime.venvs import environments
+from nrl.runtime.venvs.building import provide
+from nrl.runtime.venvs.environments import DISTRIBUTION, Recipe, here
+from nrl.runtime.venvs.installer import uv
+from nrl.runtime.venvs.wheels import Wheel, content_digest
 
 __all__ = [
     "BACKEND",

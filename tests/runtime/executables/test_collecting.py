@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from nrl.errors import ExecutableError
-from nrl.runtime.executables import collecting
-from nrl.runtime.executables.collecting import collect
-from nrl.runtime.executables.registry import Executable
-from nrl.runtime.node.installer import uv
+from nrl.runtime.venvs import offline_bundle
+from nrl.runtime.venvs.installer import uv
+from nrl.runtime.venvs.offline_bundle import collect
+from nrl.runtime.venvs.registry import Executable
 from tests.runtime.executables.recipe_parts import index_of, run, wheel_of
 
 
@@ -104,9 +104,9 @@ def test_what_builds_a_source_archive_and_the_locks_uv(
 
 def test_what_builds_a_package_that_does_not_say(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text("")
-    assert collecting._requires(tmp_path) == ["setuptools>=40.8.0", "wheel"]
+    assert offline_bundle._requires(tmp_path) == ["setuptools>=40.8.0", "wheel"]
     (tmp_path / "old-1.0.tar.gz").write_bytes(source_of(tmp_path, "old", ""))
-    assert collecting._requires(tmp_path / "old-1.0.tar.gz") == ["setuptools>=40.8.0", "wheel"]
+    assert offline_bundle._requires(tmp_path / "old-1.0.tar.gz") == ["setuptools>=40.8.0", "wheel"]
 
 
 def test_a_package_that_no_index_has_is_refused(mine: Path, tmp_path: Path) -> None:
@@ -125,22 +125,22 @@ def test_a_package_that_no_index_has_is_refused(mine: Path, tmp_path: Path) -> N
 
 
 def test_a_python_without_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(*collecting._pip(), "--version").startswith("pip ")
+    assert run(*offline_bundle._pip(), "--version").startswith("pip ")
     bare = tmp_path / "bare"
     uv(["venv", "--quiet", "--no-project", f"--python={sys.executable}", str(bare)], cwd=tmp_path)
     monkeypatch.setattr(sys, "executable", str(bare / "bin" / "python"))
     monkeypatch.setattr(sys, "_base_executable", "/bin/false")
-    python, pip = collecting._pip()
+    python, pip = offline_bundle._pip()
     assert python == sys.executable
     assert Path(pip).parent.is_file()  # the wheel that Python brings
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ExecutableError, match="^wheels: .* has no pip, .*install it with `uv pip install pip`"):
-        collecting._pip()
+        offline_bundle._pip()
 
 
 def test_the_indexes_of_uv_are_those_of_pip() -> None:
-    assert collecting._indexes({}) == []
-    assert collecting._indexes(
+    assert offline_bundle._indexes({}) == []
+    assert offline_bundle._indexes(
         {
             "UV_DEFAULT_INDEX": "main=https://a.example/simple?key=1",
             "UV_INDEX": "near=https://b.example/simple https://c.example/simple",

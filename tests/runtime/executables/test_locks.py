@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from nrl.runtime.executables import locks
-from nrl.runtime.executables.locks import Project, locked, project, settings
-from nrl.runtime.executables.pins import environment_of, pins_of, python_of
-from nrl.runtime.executables.recipes import recipe
-from nrl.runtime.executables.registry import EXECUTABLES, Executable
-from nrl.runtime.executables.wheels import build, content_digest, repack
-from nrl.runtime.node.environments import DISTRIBUTION, here
-from nrl.runtime.node.installer import uv
+from nrl.runtime.venvs import locks
+from nrl.runtime.venvs.environments import DISTRIBUTION, here
+from nrl.runtime.venvs.installer import uv
+from nrl.runtime.venvs.locks import Project, locked, project, settings
+from nrl.runtime.venvs.pylock import environment_of, pins_of, python_of
+from nrl.runtime.venvs.recipes import recipe
+from nrl.runtime.venvs.registry import EXECUTABLES, Executable
+from nrl.runtime.venvs.wheels import build, content_digest, repack
 from tests.runtime.executables.recipe_parts import project_of, run
 
 ROOT = Path(__file__).parents[3]
@@ -122,10 +122,10 @@ FROM_A_WHEEL = """
 import json, sys
 from pathlib import Path
 from nrl.errors import ExecutableError
-from nrl.runtime.executables.registry import Executable
-from nrl.runtime.executables.locks import project
-from nrl.runtime.node.building import provide
-from nrl.runtime.executables.recipes import recipe
+from nrl.runtime.venvs.registry import Executable
+from nrl.runtime.venvs.locks import project
+from nrl.runtime.venvs.building import provide
+from nrl.runtime.venvs.recipes import recipe
 assert project().kind == "wheel", project()
 made = {name: recipe(name) for name in ("base", "mcore", "gym")}
 said = {name: each.inventory["packages"] | dict.fromkeys(each.sources) for name, each in made.items()}

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from nrl.command.cli import main
-from nrl.runtime.executables import maintenance
-from nrl.runtime.executables.registry import EXECUTABLES
-from nrl.runtime.node.environments import DISTRIBUTION, INVENTORY, inventories
-from nrl.runtime.node.installer import uv
+from nrl.cli.cli import main
+from nrl.runtime.venvs import cli
+from nrl.runtime.venvs.environments import DISTRIBUTION, INVENTORY, inventories
+from nrl.runtime.venvs.installer import uv
+from nrl.runtime.venvs.registry import EXECUTABLES
 from tests.runtime.executables.recipe_parts import held, index_of, project_of, to_install, wheel_of
 
 Run = Callable[..., tuple[int, str, str]]
@@ -163,7 +163,7 @@ def test_a_source_that_differs_from_the_images(
         (older / INVENTORY).write_text((older / INVENTORY).read_text().replace(image.name, older.name))
         os.utime(older, (at, at))
     assert f", and not {image.name} nor one of 2 others: a program" in nrl("check", "base")[1]
-    monkeypatch.setattr(maintenance, "_read_only", lambda folder: True)  # a mount, which root cannot write either
+    monkeypatch.setattr(cli, "_read_only", lambda folder: True)  # a mount, which root cannot write either
     status, out, _ = nrl("check", "base")
     assert status == 1
     assert f": {venvs} cannot be written, so a program that starts will fail: set NRL_VENV_DIR to a copy" in out
@@ -256,7 +256,7 @@ def test_an_environment_that_processes_run_in_is_not_removed(nrl: Run, root: Pat
 
 def test_what_recipes_are_made_with_is_kept_while_they_are(nrl: Run, root: Path, tmp_path: Path) -> None:
     (root / "mine.py").write_text(
-        "from nrl.runtime.executables.registry import Executable, register\n"
+        "from nrl.runtime.venvs.registry import Executable, register\n"
         "register(Executable('more', requirements=['three']))\n"
     )
     assert nrl("build", "--import", "mine.py", "more")[0] == 0

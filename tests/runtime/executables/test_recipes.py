@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from nrl.errors import ExecutableError
-from nrl.runtime.executables import locks
-from nrl.runtime.executables.locks import Project, project
-from nrl.runtime.executables.recipes import recipe
-from nrl.runtime.executables.registry import Executable
-from nrl.runtime.node.building import provide
-from nrl.runtime.node.environments import DISTRIBUTION, Recipe, sources
+from nrl.runtime.venvs import locks
+from nrl.runtime.venvs.building import provide
+from nrl.runtime.venvs.environments import DISTRIBUTION, Recipe, sources
+from nrl.runtime.venvs.locks import Project, project
+from nrl.runtime.venvs.recipes import recipe
+from nrl.runtime.venvs.registry import Executable
 from tests.runtime.executables.recipe_parts import BACKEND, run, to_install
 
 NAME = re.compile(r"base-[0-9a-f]{12}")
@@ -264,9 +264,9 @@ def test_an_executable_that_a_script_outside_of_the_repository_registers(
         '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
     )
     (tmp_path / "script.py").write_text(
-        "from nrl.runtime.executables.registry import Executable, register\n"
-        "from nrl.runtime.node.building import provide\n"
-        "from nrl.runtime.executables.recipes import recipe\n"
+        "from nrl.runtime.venvs.registry import Executable, register\n"
+        "from nrl.runtime.venvs.building import provide\n"
+        "from nrl.runtime.venvs.recipes import recipe\n"
         f"register(Executable('loud', requirements=['shouting @ {source.as_uri()}']))\n"
         "made = recipe('loud')\n"
         "python = provide(made)\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nrl.errors import PlacementError
-from nrl.runtime.executables.registry import EXECUTABLES, Executable, check_importable, executable, register
+from nrl.runtime.venvs.registry import EXECUTABLES, Executable, check_importable, executable, register
 
 ROOT = Path(__file__).parents[3]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from nrl.errors import ExecutableError
-from nrl.runtime.executables.wheels import Wheel, build, content_digest, repack
-from nrl.runtime.node.installer import uv
+from nrl.runtime.venvs.installer import uv
+from nrl.runtime.venvs.wheels import Wheel, build, content_digest, repack
 from tests.runtime.executables.recipe_parts import project_of, run, wheel_of
 
 

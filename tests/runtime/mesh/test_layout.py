@@ -10,8 +10,8 @@ import nrl
 from nrl import Layout, P, resident, shard_map, tiny
 from nrl.algos import sft_loss
 from nrl.backends import TRAINERS, adamw, fsdp
+from nrl.batch.metrics import Sum, finalize
 from nrl.errors import PlacementError
-from nrl.reduce import Sum, finalize
 from nrl.runtime import Cluster
 
 SQUARE = Layout(dp=2, tp=3, cp=2, pp=2)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from nrl.batch import Batch
+from nrl.batch.metrics import Metrics, Sum, finalize
 from nrl.errors import ClosedCluster, ForeignState, MutatedBatch, PlacementError
-from nrl.reduce import Metrics, Sum, finalize
 from nrl.runtime import Cluster, Mesh, P, Slots, as_mesh, cluster, donated, done, merged, resident, shard_map
-from nrl.runtime.executables.registry import EXECUTABLES, Executable, check_importable
+from nrl.runtime.venvs.registry import EXECUTABLES, Executable, check_importable
 
 # --- cluster
 

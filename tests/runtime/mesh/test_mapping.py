@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nrl.batch import Batch, assign, lengths
+from nrl.batch.metrics import Max, Mean, Metrics, Min, Sum, finalize
 from nrl.errors import ConsumedState, NrlError, PlacementError
-from nrl.reduce import Max, Mean, Metrics, Min, Sum, finalize
 from nrl.runtime import Handle, Mesh, P, cluster, donated, merged, microbatched, process, resident, shard_map
 
 quick = settings(max_examples=40)

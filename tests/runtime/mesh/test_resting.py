@@ -12,15 +12,15 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from nrl.runtime.mesh import resting
-from nrl.runtime.mesh.resting import FROZEN, rest, to_host, wake
+from nrl.runtime.mesh import offload
+from nrl.runtime.mesh.offload import FROZEN, rest, to_host, wake
 from nrl.runtime.ray.worker import Worker
 
 
 @pytest.fixture(autouse=True)
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resting, "_is_there", lambda x: False)
-    monkeypatch.setattr(resting, "_device", lambda module: torch.device("meta"))
+    monkeypatch.setattr(offload, "_is_there", lambda x: False)
+    monkeypatch.setattr(offload, "_device", lambda module: torch.device("meta"))
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_any_other_module_is_copied_each_time(layer: nn.Linear) -> None:
 
 def test_a_module_that_is_on_the_host_stays(layer: nn.Linear, monkeypatch: pytest.MonkeyPatch) -> None:
     """And whoever rests all values need not wake it."""
-    monkeypatch.setattr(resting, "_device", lambda module: torch.device("cpu"))
+    monkeypatch.setattr(offload, "_device", lambda module: torch.device("cpu"))
     assert not rest(layer)
     assert not rest([layer])
 
@@ -100,7 +100,7 @@ def test_copies_have_come_before_a_module_reads_them(layer: nn.Linear, monkeypat
         story.append("apply")
         return applied(module, *args)
 
-    monkeypatch.setattr(resting, "to_host", lambda owner, same: lambda x: x)
+    monkeypatch.setattr(offload, "to_host", lambda owner, same: lambda x: x)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: story.append("synchronize"))
     monkeypatch.setattr(nn.Module, "_apply", apply)

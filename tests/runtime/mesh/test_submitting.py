@@ -26,7 +26,7 @@ from nrl.errors import (
 )
 from nrl.runtime import Mesh, P, cluster, process, resident, shard_map
 from nrl.runtime.mesh.futures import gathered
-from nrl.runtime.mesh.submitting import SIDE_BY_SIDE, Desk, Helper, Task
+from nrl.runtime.mesh.task_queue import SIDE_BY_SIDE, Desk, Helper, Task
 from nrl.runtime.trace import timeline
 
 # --- on every cluster

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from nrl.errors import DeadlineExceeded, ExecutableError
-from nrl.runtime.executables.wheels import Wheel
-from nrl.runtime.node.building import provide
-from nrl.runtime.node.environments import INVENTORY, Recipe, hold, usable, used
-from nrl.runtime.node.installer import uv
+from nrl.runtime.venvs.building import provide
+from nrl.runtime.venvs.environments import INVENTORY, Recipe, hold, usable, used
+from nrl.runtime.venvs.installer import uv
+from nrl.runtime.venvs.wheels import Wheel
 from tests.runtime.executables.recipe_parts import (
     bare_builder,
     changed,

@@ -10,10 +10,10 @@ import cloudpickle
 import filelock
 import pytest
 
+from nrl.ops.doctor.hardware import memory
 from nrl.runtime import node
-from nrl.runtime.doctor.hardware import memory
 from nrl.runtime.node import cgroups
-from nrl.runtime.node.host import clock_and_cores
+from nrl.runtime.node.clock import clock_and_cores
 from nrl.runtime.node.machine import facts
 from nrl.runtime.node.probe import Probe
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from nrl.errors import ExecutableError
-from nrl.runtime.node.building import provide
-from nrl.runtime.node.environments import INVENTORY, Recipe, default_folder, difference, inventories, sources
-from nrl.runtime.node.installer import uv
+from nrl.runtime.venvs.building import provide
+from nrl.runtime.venvs.environments import INVENTORY, Recipe, default_folder, difference, inventories, sources
+from nrl.runtime.venvs.installer import uv
 from tests.runtime.executables.recipe_parts import (
     changed,
     held,

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from nrl.runtime.node.inspection import wrong_packages
+from nrl.runtime.venvs.inspection import wrong_packages
 
 
 def test_a_version_is_what_the_package_says_where_its_folder_has_another_form(tmp_path: Path) -> None:

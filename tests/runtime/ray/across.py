@@ -19,12 +19,12 @@ import nrl
 from nrl import tiny
 from nrl.algos import advantages, grpo_loss, sft_loss
 from nrl.backends import Model, Sampling, adamw, fsdp, hf
-from nrl.checkpoint import Checkpoints
+from nrl.batch.metrics import finalize
 from nrl.data import tasks
 from nrl.envs import single_turn
-from nrl.reduce import finalize
+from nrl.run.checkpoint import Checkpoints
 from nrl.runtime import Cluster
-from nrl.runtime.executables.registry import Executable
+from nrl.runtime.venvs.registry import Executable
 from tests.checkpoint import on_s3
 
 __all__ = ["PROGRAMS"]

@@ -179,7 +179,7 @@ def test_a_value_that_one_rank_could_not_make(pair: Mesh) -> None:
 
 
 def test_an_error_of_one_rank_ends_those_that_wait_for_it(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nrl.runtime.ray.calls._GRACE", 1.0)
+    monkeypatch.setattr("nrl.runtime.ray.pending_call._GRACE", 1.0)
     mesh, both = started(slots, "partial")
 
     def add_up(x: Tensor) -> Tensor:
@@ -199,7 +199,7 @@ def test_an_error_of_one_rank_ends_those_that_wait_for_it(slots: Slots, monkeypa
 def test_long_waits_say_what_they_are_for(
     slots: Slots, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("nrl.runtime.ray.calls.SILENCE", 0.3)
+    monkeypatch.setattr("nrl.runtime.ray.pending_call.SILENCE", 0.3)
 
     def naps(x: Tensor) -> Tensor:
         time.sleep(1.5 * process().rank)

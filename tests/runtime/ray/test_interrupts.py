@@ -19,8 +19,8 @@ from nrl.batch import Batch
 from nrl.errors import ClusterError, ConsumedState
 from nrl.runtime import Mesh, donated, resident, shard_map
 from nrl.runtime.mesh.processes import Out
-from nrl.runtime.ray.interrupts import deferred
 from nrl.runtime.ray.processes import RayProcesses, Seat
+from nrl.runtime.ray.signal_guard import deferred
 from tests.backends.bigram import Bigram
 
 Handler = Callable[[int, FrameType | None], Any]

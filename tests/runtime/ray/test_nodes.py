@@ -23,11 +23,11 @@ import nrl
 from nrl.errors import ClusterError, LostActor, PlacementError
 from nrl.runtime import Executable, P, Slots, process, shard_map
 from nrl.runtime.mesh.placement import Strategy
-from nrl.runtime.node.environments import used
-from nrl.runtime.ray import groups
-from nrl.runtime.ray.groups import Wanted
-from nrl.runtime.restarts import beginning_again
+from nrl.runtime.ray import placement_groups
+from nrl.runtime.ray.placement_groups import Wanted
+from nrl.runtime.restart_state import beginning_again
 from nrl.runtime.trace.timeline import recording
+from nrl.runtime.venvs.environments import used
 from tests.children import server
 from tests.processes import descendants, settled, titles
 
@@ -138,7 +138,7 @@ def reserves(address: str, say: Callable[[Any], None]) -> None:
             assert not slots.gpus
     with nrl.cluster(address, deadline=60) as cluster, pytest.MonkeyPatch.context() as patch:
         settled(lambda: ray.available_resources().get("CPU", 0) != 4, 20)
-        patch.setattr(groups, "PATIENCE", 2.0)
+        patch.setattr(placement_groups, "PATIENCE", 2.0)
         with pytest.raises(PlacementError, match=r"reserve: 9 slots .* cannot be had \(waited 3 s\)"):
             cluster.reserve(9, least=3, deadline=3)  # a first start waits for all
         with redirect_stderr(io.StringIO()) as lines, beginning_again():

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import nrl
 from nrl.batch import Batch
+from nrl.batch.metrics import Sum, finalize
 from nrl.errors import (
     DeadlineExceeded,
     ForeignState,
@@ -22,7 +23,6 @@ from nrl.errors import (
     MutatedBatch,
     ShippingError,
 )
-from nrl.reduce import Sum, finalize
 from nrl.runtime import Cluster, Executable, Mesh, P, Slots, donated, merged, process, resident, shard_map
 from nrl.runtime.mesh.processes import Out
 from nrl.runtime.ray.pickling import deserialized

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from nrl.runtime.node.environments import INVENTORY
-from nrl.runtime.node.installer import find_uv
+from nrl.runtime.venvs.environments import INVENTORY
+from nrl.runtime.venvs.installer import find_uv
 from tests.machines import ADDRESSES, Machines, machines
 from tests.processes import settled
 from tests.runtime.ray import across

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import nrl
+from nrl.data import counting
 from nrl.errors import ConfigError
 from nrl.runtime.ray.nodes import command
 from nrl.runtime.trace import profiles, timeline
-from nrl.stream import counting
 
 
 def operators(path: Path) -> set[str]:

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 import nrl
+from nrl.batch.metrics import Sum
+from nrl.data import counting
 from nrl.errors import LostActor
-from nrl.reduce import Sum
 from nrl.runtime.trace import timeline
-from nrl.stream import counting
 from tests.children import child
 from tests.disks import small_disk_at
 from tests.work import calls

@@ -1,0 +1,217 @@
+"""Pieces of weights: cutting weights into them, putting them together again, and filling other pieces with them.
+
+A process never has to hold more of a model than its own pieces and those that are under way. Whoever sends pieces and
+whoever receives them may have cut the weights in different ways.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor
+
+from nrl.backends.models.named_weights import a_few, check_arrived, check_weight, is_head, is_score
+from nrl.backends.types import Piece
+from nrl.errors import ModelError
+
+__all__ = ["Filling", "Joining", "apart", "common", "fill", "nothing", "rounded", "whole", "wholes"]
+
+type _Index = tuple[slice, ...]
+
+
+def whole(name: str, tensor: Tensor) -> Piece:
+    """The piece that is all of a weight.
+
+    >>> whole("norm.weight", torch.ones(3)).index
+    (slice(0, 3, None),)
+    """
+    return Piece(name, tuple(tensor.shape), tuple(slice(0, size) for size in tensor.shape), tensor)
+
+
+def nothing(piece: Piece) -> Piece:
+    """An empty piece of the same weight."""
+    return Piece(piece.name, piece.shape, tuple(slice(0, 0) for _ in piece.shape), piece.tensor.new_empty(0))
+
+
+def rounded(piece: Piece, dtype: torch.dtype) -> Piece:
+    """The piece in a dtype, if it is of a matrix; vectors are few, and models keep some of them as they are.
+
+    >>> rounded(whole("w", torch.ones(2, 2)), torch.bfloat16).tensor.dtype
+    torch.bfloat16
+    """
+    matrix = len(piece.shape) > 1 and piece.tensor.is_floating_point()
+    return attrs.evolve(piece, tensor=piece.tensor.detach().to(dtype)) if matrix else piece
+
+
+def apart(blocks: Collection[_Index]) -> bool:
+    """Whether no two blocks of a weight overlap.
+
+    >>> apart([(slice(0, 2),), (slice(2, 3),)]), apart([(slice(0, 2),), (slice(1, 3),)])
+    (True, False)
+    """
+    ends = np.array([[(each.start, each.stop) for each in block] for block in blocks], dtype=np.int64)
+    starts, stops = ends.reshape(len(blocks), -1, 2).transpose(2, 0, 1)
+    overlap = ((starts[:, None] < stops) & (starts < stops[:, None])).all(-1)
+    return not (overlap & ~np.eye(len(blocks), dtype=bool)).any()
+
+
+def wholes(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
+    """Whole weights as pieces by name; a tensor that has two names is one piece."""
+    made: dict[int, Piece] = {}
+    return {name: made.setdefault(id(tensor), whole(name, tensor)) for name, tensor in tensors.items()}
+
+
+def common(one: Piece, other: Piece) -> tuple[_Index, _Index] | None:
+    """Where two pieces of a weight overlap, as an index into the tensor of each; None: nowhere.
+
+    >>> rows = Piece("w", (4,), (slice(1, 3),), torch.tensor([5, 6]))
+    >>> common(whole("w", torch.arange(4)), rows)
+    ((slice(1, 3, None),), (slice(0, 2, None),))
+    """
+    both = [(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one.index, other.index, strict=True)]
+    if any(start >= stop for start, stop in both):
+        return None
+    here, there = (
+        tuple(slice(start - at.start, stop - at.start) for (start, stop), at in zip(both, piece.index, strict=True))
+        for piece in (one, other)
+    )
+    return here, there
+
+
+class Filling:
+    """Copies the pieces that come into pieces that are there; any number of `add`, then `end`.
+
+    Each number is written exactly once. Of a tensor that has two names one is enough; what comes by the other one is
+    compared.
+
+    Args:
+        own: what is filled, by name: a piece, or several; a tied weight is the same pieces under two names. Of a weight
+            that only other processes have, an empty piece.
+        who: how errors name the caller.
+        other_head: whether the weights may be of a model with another head. Then all but the head is used; value and
+            reward heads share their weight.
+    """
+
+    def __init__(self, own: Mapping[str, Piece | Sequence[Piece]], who: str, *, other_head: bool = False) -> None:
+        self._own = {name: [pieces] if isinstance(pieces, Piece) else pieces for name, pieces in own.items()}
+        self._who, self._other_head = who, other_head
+        self._shapes = {name: pieces[0].shape for name, pieces in self._own.items()}
+        every = [(name, piece) for name, pieces in self._own.items() for piece in pieces]
+        self._names: dict[int, str] = {}
+        for name, piece in every:
+            self._names.setdefault(id(piece), name)
+        self._left = {id(piece): piece.tensor.numel() for _, piece in every}
+        self._filled: dict[int, set[_Index]] = {piece: set() for piece in self._left}
+
+    @torch.no_grad()
+    def add(self, pieces: Iterable[Piece]) -> None:
+        """Copy some pieces in.
+
+        Raises:
+            ModelError: a name that the model does not have, a wrong shape, or a second value for the same numbers.
+        """
+        several = list(pieces)
+        place = {piece.name: place for place, piece in reversed(list(enumerate(several)))}
+        for piece in sorted(several, key=lambda piece: place[piece.name]):  # one weight after the other: some are tied
+            if self._other_head and piece.name not in self._own and is_head(piece.name):
+                continue
+            check_weight(piece.name, piece.shape, self._shapes, self._who)
+            for own in self._own[piece.name]:
+                self._copy(own, piece)
+
+    def _copy(self, own: Piece, piece: Piece) -> None:
+        where = common(own, piece)
+        if where is None:
+            return
+        here, there = where
+        mine, theirs = own.tensor[here], piece.tensor[there]
+        if here not in (filled := self._filled[id(own)]):
+            filled.add(here)
+            self._left[id(own)] -= mine.numel()
+            mine.copy_(theirs)
+        elif not torch.equal(mine, theirs.to(mine)):
+            raise ModelError(
+                f"{self._who}: '{piece.name}' came twice with different values, or is tied to another weight here and "
+                "not where it came from; build both sides from the same Model"
+            )
+
+    def end(self) -> None:
+        """Check that all has come.
+
+        Raises:
+            ModelError: a weight is missing, or some of its pieces overlapped.
+        """
+        lost, wrong = set[str](), set[str]()
+        for piece, name in self._names.items():
+            filled = self._filled[piece]
+            if self._left[piece] and not filled and not (self._other_head and is_score(name)):
+                lost.add(name)
+            elif filled and (self._left[piece] or not apart(filled)):
+                wrong.add(name)
+        check_arrived(sorted(lost), self._who)
+        if wrong:
+            raise _not_once(self._who, sorted(wrong))
+
+
+def _not_once(who: str, names: Sequence[str]) -> ModelError:
+    return ModelError(
+        f"{who}: of {a_few(names)} not every number came, or one came twice; the pieces of an engine's processes have "
+        "to be each number of each weight once"
+    )
+
+
+def fill(
+    own: Mapping[str, Piece | Sequence[Piece]], pieces: Iterable[Piece], *, who: str, other_head: bool = False
+) -> None:
+    """Fill pieces with others that come all at once; as `Filling`.
+
+    >>> there = torch.zeros(3)
+    >>> fill({"w": whole("w", there)}, [whole("w", torch.ones(3))], who="receive")
+    >>> there
+    tensor([1., 1., 1.])
+    """
+    filling = Filling(own, who, other_head=other_head)
+    filling.add(pieces)
+    filling.end()
+
+
+class Joining:
+    """Puts pieces together as they come: `add` gives the weights that are whole by then.
+
+    >>> joining, half = Joining(), Piece("w", (2,), (slice(0, 1),), torch.ones(1))
+    >>> list(joining.add([half])), list(joining.add([Piece("w", (2,), (slice(1, 2),), torch.ones(1))]))
+    ([], [('w', tensor([1., 1.]))])
+    """
+
+    def __init__(self) -> None:
+        self._begun: dict[str, tuple[Tensor, list[_Index]]] = {}
+        self._left: dict[str, int] = {}
+
+    def add(self, pieces: Iterable[Piece]) -> Iterator[tuple[str, Tensor]]:
+        """Take some pieces, and yield each weight with its name when its last piece has come.
+
+        Raises:
+            ModelError: pieces of a weight overlap.
+        """
+        for piece in pieces:
+            if piece.tensor.shape == piece.shape:
+                yield piece.name, piece.tensor
+                continue
+            made, blocks = self._begun.setdefault(piece.name, (piece.tensor.new_empty(piece.shape), []))
+            made[piece.index] = piece.tensor
+            blocks.append(piece.index)
+            self._left[piece.name] = self._left.get(piece.name, made.numel()) - piece.tensor.numel()
+            if self._left[piece.name] <= 0:
+                if not apart(blocks):
+                    raise _not_once("weights", [piece.name])
+                del self._begun[piece.name], self._left[piece.name]
+                yield piece.name, made
+
+    def end(self, who: str) -> None:
+        """Check that nothing is left.
+
+        Raises:
+            ModelError: of a weight only some pieces came.
+        """
+        check_arrived(self._begun, who)

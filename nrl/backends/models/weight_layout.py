@@ -1,0 +1,168 @@
+"""The weights of files as blocks of a model's weights.
+
+transformers keeps some weights in another form than files have, such as the experts of a layer in one tensor. Files
+have a weight for each expert, and so have engines that read files. Pieces travel under the names that files have, so a
+piece of a model's weight is cut into pieces of theirs. A block is a view: cutting and filling copy nothing.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from nrl.backends.models.named_weights import weights
+from nrl.backends.models.shards import apart, common, nothing
+from nrl.backends.types import Piece
+
+__all__ = ["Part", "Parts", "cut", "in_files", "parts"]
+
+
+class Part(NamedTuple):
+    """A weight of files, as a block of a model's weight.
+
+    Args:
+        name: in files.
+        shape: in files.
+        block: where it is in the model's weight.
+        dims: for each dimension of the shape, that of the model's weight. In the others the block has length 1.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    block: tuple[slice, ...]
+    dims: tuple[int, ...]
+
+
+type Parts = Mapping[str, Sequence[Part]]
+"""For weights of a model, by name, the weights of files that they are made of."""
+
+_FOUND: WeakKeyDictionary[nn.Module, Parts] = WeakKeyDictionary()
+
+
+def parts(module: nn.Module) -> Parts:
+    """Find out of which weights of files each weight of a model is made; those of adapters have none.
+
+    transformers turns weights without memory into those of files. Each that comes out as a view of a weight is a block
+    of it. If one does not, since files join what the model keeps apart, all weights are taken as they are.
+
+    Args:
+        module: a transformers model, with an adapter or without; not sharded.
+
+    >>> config = {"model_type": "qwen3_moe", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    >>> config |= {"num_experts": 2, "moe_intermediate_size": 4, "vocab_size": 3, "head_dim": 4}
+    >>> from nrl.backends.models import loading
+    >>> from nrl.backends import Model
+    >>> found = parts(loading.build(Model(config)))["model.layers.0.mlp.experts.gate_up_proj"]  # [2, 8, 8]
+    >>> found[1].name, found[1].block
+    ('model.layers.0.mlp.experts.1.gate_proj.weight', (slice(1, 2, None), slice(0, 4, None), slice(0, 8, None)))
+    """
+    if module not in _FOUND:
+        shapes = {name: x.shape for name, x in weights(module).items() if ".lora_" not in name}
+        _FOUND[module] = _by_views(module, shapes) or {name: [_whole(name, shape)] for name, shape in shapes.items()}
+    return _FOUND[module]
+
+
+def cut(pieces: Iterable[Piece], found: Parts) -> Iterator[Piece]:
+    """Cut pieces of a model's weights into those of the weights of files, of which some may be empty.
+
+    >>> rows = [
+    ...     Part("up", (1, 2), (slice(0, 1), slice(0, 2)), (0, 1)),
+    ...     Part("down", (2,), (slice(1, 2), slice(0, 2)), (1,)),
+    ... ]
+    >>> fused = Piece("fused", (2, 2), (slice(0, 2), slice(0, 2)), torch.tensor([[1, 2], [3, 4]]))
+    >>> [(piece.name, piece.tensor.tolist()) for piece in cut([fused], {"fused": rows})]
+    [('up', [[1, 2]]), ('down', [3, 4])]
+    """
+    for piece in pieces:
+        yield from (_cut(piece, part) for part in found[piece.name]) if piece.name in found else [piece]
+
+
+def _cut(piece: Piece, part: Part) -> Piece:
+    if part == _whole(part.name, piece.shape):
+        return attrs.evolve(piece, name=part.name)
+    both = common(piece, Piece(piece.name, piece.shape, part.block, piece.tensor))
+    if both is None:
+        return nothing(Piece(part.name, part.shape, tuple(slice(0, 0) for _ in part.shape), piece.tensor))
+    here, there = both
+    return Piece(part.name, part.shape, tuple(there[dim] for dim in part.dims), _turned(piece.tensor[here], part))
+
+
+def _turned(block: Tensor, part: Part) -> Tensor:
+    """A block as files have it."""
+    others = [dim for dim in range(block.ndim) if dim not in part.dims]
+    view = block.permute(*part.dims, *others)
+    for _ in others:
+        view = view[..., 0]
+    return view
+
+
+def in_files(own: Mapping[str, Piece], found: Parts) -> dict[str, Piece]:
+    """What is filled, by the names of files; a weight that has two names stays one piece."""
+    made: dict[Any, Piece] = {}
+    return {
+        part.name: made.setdefault((id(piece), part.block, part.dims), _cut(piece, part))
+        for name, piece in own.items()
+        for part in found.get(name) or [_whole(name, piece.shape)]
+    }
+
+
+def _whole(name: str, shape: Sequence[int]) -> Part:
+    return Part(name, tuple(shape), tuple(slice(0, size) for size in shape), tuple(range(len(shape))))
+
+
+class _Views(TorchFunctionMode):
+    """In it, `Tensor.contiguous` copies nothing."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if function is Tensor.contiguous else function(*args, **(kwargs or {}))
+
+
+def _by_views(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> Parts | None:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    own = {name: torch.empty(tuple(shape), device="meta") for name, shape in shapes.items()}
+    with _Views():
+        views: dict[str, Tensor] = revert_weight_conversion(module, dict(own))  # type: ignore[arg-type]
+    names = {_storage(tensor): name for name, tensor in own.items()}
+    found: dict[str, list[Part]] = {name: [] for name in own}
+    for name, view in views.items():
+        source = names.get(_storage(view))
+        part = None if source is None else _part(name, own[source], view)
+        if source is None or part is None:
+            return None
+        found[source].append(part)
+    return found if all(_covered(own[name], found[name]) for name in own) else None
+
+
+def _covered(own: Tensor, blocks: Sequence[Part]) -> bool:
+    once = len(blocks) < 2 or apart([part.block for part in blocks])
+    return once and sum(prod(part.shape) for part in blocks) == own.numel()
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _part(name: str, own: Tensor, view: Tensor) -> Part | None:
+    """The block that a view of a tensor is; None: it is no block."""
+    left, offset, starts = dict(enumerate(own.stride())), int(view.storage_offset()), list[int]()
+    for stride in own.stride():
+        start, offset = divmod(offset, max(int(stride), 1))
+        starts.append(start)
+    dims = [-1] * view.ndim
+    for at in sorted(range(view.ndim), key=lambda at: view.shape[at] == 1):  # those of length 1 take what is left
+        size, stride = view.shape[at], view.stride()[at]
+        fits = [dim for dim, own_stride in left.items() if size == 1 or (own_stride == stride and own.shape[dim] > 1)]
+        if not fits:
+            return None
+        dims[at] = fits[0]
+        del left[fits[0]]
+    sizes = [view.shape[dims.index(dim)] if dim in dims else 1 for dim in range(own.ndim)]
+    block = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+    inside = all(each.stop <= size for each, size in zip(block, own.shape, strict=True))
+    return Part(name, tuple(view.shape), block, tuple(dims)) if inside else None

@@ -1,0 +1,153 @@
+"""The protocols of a sampler, which rollouts and `nrl.publish` use."""
+
+from collections.abc import Iterable, Sequence
+from concurrent import futures
+from typing import Any, Literal, Protocol
+
+import attrs
+import torch
+
+from nrl.arguments import checked, register_kind
+from nrl.backends.types import Bucket, Chunks, Completion, Sampling
+from nrl.runtime.mesh.futures import Future
+
+__all__ = ["Capabilities", "Inflight", "Probed", "Sampler", "Streams", "capabilities"]
+
+
+type Inflight = Literal["wait", "keep", "abort"]
+"""What becomes of requests that are under way when new weights come; see `nrl.publish`."""
+
+
+@checked("Capabilities")
+@attrs.frozen
+class Capabilities:
+    """What a sampler can do beside the methods that every `Sampler` has.
+
+    Args:
+        streams: it takes on requests while it decodes others, and has the method of `Streams`.
+        remote: it decodes in other processes, so that the program can do something else meanwhile.
+        tolerance: nats by which its log-probabilities may differ from a trainer's, because it computes differently:
+            `publish` compares them, by the methods of `Probed`. None: they need no check.
+        adapter: `nrl.backends.Model.adapter` of its model; with one, `publish` sends the adapter alone.
+        media: the kinds of `nrl.backends.Media` that its prompts may have, such as ``"image"``.
+        dtype: that it rounds matrices to when it receives them, so that `publish` sends them rounded; None: it is not
+            known, or not the same for all.
+        routes: (layers, k) of the ``routes`` that its completions have; None: they have none.
+
+    >>> Capabilities().streams
+    False
+    """
+
+    streams: bool = False
+    remote: bool = False
+    tolerance: float | None = None
+    adapter: tuple[Any, ...] | None = None
+    media: frozenset[str] = frozenset()
+    routes: tuple[int, int] | None = None
+    dtype: torch.dtype | None = None
+
+
+def capabilities(sampler: Any) -> Capabilities:
+    """What a sampler can do: its attribute ``capabilities``; one that has none can do nothing more than it must.
+
+    >>> capabilities(object()) == Capabilities()
+    True
+    """
+    found: Capabilities = getattr(sampler, "capabilities", Capabilities())
+    return found
+
+
+class Sampler(Protocol):
+    """What rollouts and `nrl.publish` need of a sampler. It may have ``capabilities``, too: see `Capabilities`."""
+
+    @property
+    def version(self) -> int:
+        """The version of its weights: how many publishes there had been, with theirs."""
+        ...
+
+    @property
+    def tokenizer(self) -> Any:
+        """The transformers tokenizer of its model."""
+        ...
+
+    @property
+    def context_length(self) -> int:
+        """The most tokens that a prompt and its completion may have together."""
+        ...
+
+    @property
+    def sampling(self) -> Sampling:
+        """How it samples where a call does not say."""
+        ...
+
+    def generate(
+        self,
+        prompts: Sequence[Chunks],
+        *,
+        seeds: Sequence[int] | None = None,
+        sampling: Sampling | None = None,
+    ) -> Future[list[Completion]]:
+        """Complete each prompt once. A row's noise depends on its seed alone.
+
+        Args:
+            prompts: token ids, of any lengths, and among them `nrl.backends.Media` of the kinds that the sampler takes;
+                equal ones may be read once.
+            seeds: of each row's noise; None: 0, 1, 2 ...
+            sampling: None: the sampler's own.
+
+        Returns:
+            A future of one `Completion` for each prompt, in order.
+
+        Raises:
+            GenerationError: a prompt that cannot be completed, or has media that the sampler does not take.
+        """
+        ...
+
+    def receive(self, buckets: Iterable[Bucket | Future[Bucket]], version: int, *, inflight: Inflight = "wait") -> None:
+        """Replace the weights in place; `publish` calls it.
+
+        Args:
+            buckets: pieces of weights (`nrl.backends.types.Piece`), some at a time. Futures stand for values on a mesh:
+                a sampler on a mesh passes them on to its processes, without a wait or a copy here. `publish` gives
+                buckets that can be iterated again, until a step has consumed the params; then iterating raises
+                `ConsumedState`.
+            version: of these weights, which completions bear from now on.
+            inflight: what becomes of requests that are under way; see `nrl.publish`.
+
+        Raises:
+            ModelError: a name that the model does not have, a wrong shape, or weights that are missing.
+        """
+        ...
+
+
+def _instead_of_sampler(value: Any) -> str:
+    return "give a sampler, as hf.sampler(slots, model) or vllm.sampler(slots, model) makes one"
+
+
+register_kind(
+    Sampler,
+    _instead_of_sampler,
+    lambda value: hasattr(value, "version") and (hasattr(value, "generate") or hasattr(value, "stream")),
+)
+
+
+class Streams(Protocol):
+    """A sampler that takes on requests while it decodes others (`Capabilities.streams`)."""
+
+    def stream(
+        self, prompts: Sequence[Chunks], seeds: Sequence[int], sampling: Sampling | None = None
+    ) -> "list[futures.Future[Completion]]":
+        """As `Sampler.generate`, with a future for each row; if one is cancelled, the sampler forgets the row."""
+        ...
+
+
+class Probed(Protocol):
+    """A sampler whose engines compute differently from a trainer (`Capabilities.tolerance`)."""
+
+    def everywhere(self, prompt: Sequence[int], sampling: Sampling) -> Future[list[Completion]]:
+        """Let every engine complete a prompt."""
+        ...
+
+    def distrust(self, reason: str) -> None:
+        """Serve nobody until other weights have been received."""
+        ...

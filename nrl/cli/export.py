@@ -1,0 +1,103 @@
+"""The command ``nrl export``: a folder that transformers and vLLM load, from the checkpoint of a run."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+import torch
+
+from nrl.backends.models.exporting import export_described
+from nrl.backends.models.model_files import DESCRIPTION
+from nrl.backends.training.storage import weights
+from nrl.cli.evaluation import kept
+from nrl.errors import CheckpointError
+from nrl.files import (
+    MANIFEST,
+    NOT_FINITE,
+    Folder,
+    at,
+    check_sizes,
+    on_disk,
+    resolve_output,
+    saved_in,
+    without_file_scheme,
+)
+from nrl.run import checkpoint
+
+__all__ = ["Export", "main"]
+
+
+@attrs.frozen
+class Export:
+    """Write the weights of a checkpoint as a folder that transformers and vLLM load. One weight is held at a time."""
+
+    run: str  # the folder of a run, or of one checkpoint of it, or the URL of that
+    to: str | None = None  # the folder to write; none: the run's "model"
+    checkpoint: str = "best"  # or "newest", or a step, such as 000050; best: the newest, where the run has no best
+    value: str = "policy"  # of what run.save was given, by its name there
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None  # none: as trainer.export has it
+    trust_remote_code: bool = False  # let Python files run that the checkpoint has taken from its model
+
+
+def main(cfg: Export) -> Path:
+    """Export, and return the folder that was written.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or no such value in it, or what it has cannot be exported so.
+    """
+    root, found = _checkpoint(at(cfg.run), cfg.checkpoint)
+    folder, target = found / cfg.value, root / "model"
+    if cfg.to is not None:
+        target = resolve_output("export: to", without_file_scheme("export: to", cfg.to))
+    if not isinstance(target, Path):
+        raise CheckpointError(
+            f"export: {target} is in a store, where no model can be loaded from; give a folder as to="
+        )
+    saved = saved_in(folder) if folder.is_dir() else None
+    if saved is None:
+        there = ", ".join(sorted(each.name for each in found.iterdir() if each.is_dir())) or "no weights"
+        raise CheckpointError(f"export: {found} has no weights of the name {cfg.value!r}; it has {there}: give value=")
+    files, record = saved
+    if names := record.get(NOT_FINITE):
+        raise CheckpointError(
+            f"export: {folder} has NaN or infinite numbers ({names[0]}), so training had diverged when it was saved; "
+            "give an earlier checkpoint="
+        )
+    check_sizes(folder, files)
+    about: Any = record.get("model")
+    if record["adapter"] or about is None:
+        what = "an adapter alone" if record["adapter"] else "the weights of a model that only its program knows"
+        there = f"trainer.export(trainer.restore({str(folder)!r}).params, {str(target)!r})"
+        raise CheckpointError(f"export: {folder} has {what}; export in the program: {there}")
+    dtype = getattr(torch, cfg.dtype or about["dtype"])
+    target.mkdir(parents=True, exist_ok=True)
+    names = [name.removeprefix(f"{DESCRIPTION}/") for name in files if name.startswith(f"{DESCRIPTION}/")]
+    with on_disk(folder / DESCRIPTION, names) as described:
+        export_described(weights(folder), described, about["head"], dtype, target, cfg.trust_remote_code)
+    return target
+
+
+def _checkpoint(run: Folder, which: str) -> tuple[Folder, Folder]:
+    """The folder of a run, and that of the checkpoint."""
+    if not isinstance(run, Path):
+        if (run / MANIFEST).is_file():
+            return run, run
+        raise CheckpointError(
+            f"export: {run} is no checkpoint: it has no {MANIFEST}; give the folder of a run, or the URL of one "
+            "checkpoint, such as s3://bucket/run/train/000050"
+        )
+    if run.parent.parent.name == "checkpoints" and run.is_dir():
+        return run.parents[2], run
+    found = checkpoint.checkpoints(run / "checkpoints" / "train")
+    if not found:
+        raise CheckpointError(f"export: {run} has no checkpoints, which a run has in checkpoints/train")
+    good = checkpoint.finite(found) or found  # where none is finite, the newest is refused by its name
+    if which == "newest":
+        return run, good[-1].folder
+    if which == "best":
+        return run, (checkpoint.best(good, kept(run)) or good[-1]).folder
+    for each in found:
+        if each.folder.name.lstrip("0") == which.lstrip("0"):
+            return run, each.folder
+    names = ", ".join(each.folder.name for each in found)
+    raise CheckpointError(f"export: {run} has no checkpoint {which!r}; it has {names}")

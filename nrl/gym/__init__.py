@@ -1,0 +1,1 @@
+"""The gym: environments as servers, and the command ``nrl gym``, which tries verifiers and environments out."""

@@ -1,0 +1,66 @@
+"""Runs checks at once, each within its time: one that hangs, or that is wrong itself, is a line as well."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+from typing import Any
+
+from nrl.log import error_text, wait_until
+from nrl.ops.doctor.findings import Check, Finding, failed, warning
+from nrl.runtime.node.machine import Facts, facts
+from nrl.runtime.threads import Daemons
+
+__all__ = ["SILENCE", "findings"]
+
+SILENCE = 3.0
+"""Seconds before a line says what is waited for."""
+
+
+def findings(checks: Sequence[Check], limit: float, look: Callable[[], Facts] = facts) -> Iterator[Finding]:
+    """What checks find on this host, in their order, each as soon as it is there.
+
+    Args:
+        checks: they run at once, in threads.
+        limit: seconds for all of them. One that has not ended by then is late, a warning, and is left to itself.
+        look: finds out what this machine is.
+    """
+    threads, until = Daemons(len(checks) + 1, name="doctor"), time.monotonic() + limit
+    machine = threads.submit(look)
+    if late := _late("facts", machine, until, limit):
+        yield late
+        return
+    for check, found in [(each, threads.submit(_all, each, machine.result())) for each in checks]:
+        if late := _late(check.__name__, found, until, limit):
+            yield late
+        else:
+            yield from found.result()
+
+
+def _all(check: Check, machine: Facts) -> list[Finding]:
+    return list(check(machine))
+
+
+def _late(name: str, work: Future[Any], until: float, limit: float) -> Finding | None:
+    """Wait for a check; a finding of its own if it does not end, or raises."""
+    ready, began = partial(_done, work), time.monotonic()
+
+    def told(waited: float) -> str:
+        return f"doctor: looking at {name}, {waited:.0f} s so far"
+
+    if not wait_until(ready, until - began, told, silence=SILENCE):
+        # Without facts nothing is known; they also look at all disks. Another check may only be slow
+        return (failed if name == "facts" else warning)(
+            name,
+            f"late: no answer within {limit:g} s, so nothing is known of it",
+            f"deadline= waits longer ({limit:g} s now), which a busy machine needs; where it hangs for ever, try `df` "
+            "(a disk of another machine that is gone), `nvidia-smi` (a driver) and `getent hosts $(hostname)` (a name "
+            "server), and mend what hangs",
+        )
+    if (error := work.exception()) is not None:
+        return failed(name, f"the check itself failed: {error_text(error)}", "report it, with the whole line")
+    return None
+
+
+def _done(work: Future[Any], seconds: float) -> bool:
+    return bool(wait([work], seconds).done)

@@ -1,0 +1,227 @@
+"""``nrl plan``: what a training step needs on a GPU, found out without one."""
+
+import json
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+
+from nrl import config
+from nrl.arguments import checked
+from nrl.backends.training.optimizers import Optimizer
+from nrl.errors import ConfigError, ModelError
+from nrl.ops.plan.gpus import GPUS, Gpu
+from nrl.ops.plan.report import GIB, nearest_line, report, search_lines
+from nrl.runtime import Layout
+
+__all__ = ["Planning", "main", "undashed"]
+
+_DRIVEN = 3
+"""How many of the layouts that a search ranks first are driven."""
+_UNABLE = ("fake CUDA tensors are tested with", "does not let a process change its tables")
+"""What is said where this torch, or this system, cannot be driven."""
+_MOMENTS: Mapping[float, Literal["bfloat16"] | None] = {8.0: None, 4.0: "bfloat16"}
+"""The moments of AdamW, by bytes for a parameter."""
+_positive = attrs.validators.ge(1)
+
+
+@checked("plan")
+@attrs.frozen(kw_only=True)
+class Planning:
+    """What ``nrl plan`` reads.
+
+    Args:
+        model: a folder with ``config.json``, such a file, a name on the Hugging Face hub, or a config itself.
+        gpu: the kind of device.
+        trainer: of `nrl.backends.TRAINERS`; of Megatron's there are closed forms alone.
+        dp: the number of processes that the model is sharded over.
+        layout: all axes; dp is the short form.
+        rank: of the process that is driven, from 0.
+        rows: of one process's batch.
+        width: tokens of its longest row.
+        shared: tokens of the prompt that all rows begin with.
+        max_tokens: of a micro-batch.
+        loss: of the step.
+        dtype: in which the model computes.
+        checkpointing: recompute activations.
+        offload: "cpu": parameters, gradients and moments are on the host.
+        optimizer: which one; its rate and its schedule do not matter.
+        moments: bytes that the optimizer keeps for a parameter; None: what is known of it. Of AdamW 8 are float32 and 4
+            bfloat16; other numbers than these have closed forms alone.
+        driven: drive the engine on fake tensors; false: closed forms alone.
+        search: rank layouts of as many GPUs, of both trainers, for as many rows in all; the best are driven. What is
+            set is held: trainer, axes of the layout but for dp, checkpointing, max_tokens, offload, the optimizer.
+        gpus: how many GPUs a search is over; with it, dp is held, too.
+        allowance: GiB for what a plan leaves out: fragmentation, and the buffers of NCCL and of libraries.
+    """
+
+    model: str | dict[str, Any]
+    gpu: Literal["a100", "h100", "h200", "b200"] = "h100"
+    trainer: Literal["fsdp", "megatron"] = "fsdp"
+    dp: int = attrs.field(default=1, validator=_positive)
+    layout: Layout = config.derived(lambda cfg: Layout(cfg.dp))
+    rank: int = attrs.field(default=0, validator=attrs.validators.ge(0))
+    rows: int = attrs.field(default=2, validator=_positive)
+    width: int = attrs.field(default=8192, validator=attrs.validators.ge(2))
+    shared: int = attrs.field(default=0, validator=attrs.validators.ge(0))
+    max_tokens: int = attrs.field(default=16384, validator=_positive)
+    loss: Literal["grpo", "sft"] = "grpo"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    checkpointing: bool | Literal["selective"] = False
+    offload: Literal["cpu"] | None = None
+    optimizer: Optimizer = Optimizer()
+    moments: float | None = attrs.field(default=None, validator=attrs.validators.optional(attrs.validators.ge(0)))
+    driven: bool = True
+    search: bool = False
+    gpus: int = config.derived(lambda cfg: cfg.layout.slots, validator=_positive)
+    allowance: float = attrs.field(default=6.0, validator=attrs.validators.ge(0))
+
+
+def undashed(settings: Sequence[str]) -> list[str]:
+    """Settings, in which ``--gpu h100`` and ``--gpu=h100`` are ``gpu=h100``, and ``--search`` is ``search=true``.
+
+    That is so for keys of `Planning`. Other options are left as they are, for `nrl.config.load` to explain.
+
+    Raises:
+        ConfigError: a value is missing.
+
+    >>> undashed(["FOLDER", "--gpu", "h100", "--search", "--layout.tp=2"])
+    ['FOLDER', 'gpu=h100', 'search=true', 'layout.tp=2']
+    """
+    kinds = {field.alias: field.type for field in attrs.fields(Planning)}
+    found, left = list[str](), list(settings)
+    while left:
+        key, equals, value = left.pop(0).partition("=")
+        name = key.removeprefix("--")
+        if not key.startswith("--") or name.partition(".")[0] not in kinds:
+            found.append(key + equals + value)
+            continue
+        if not equals and kinds[name.partition(".")[0]] is bool:
+            value = "true"
+        elif not equals:
+            if not left or left[0].startswith("-") or "=" in left[0]:
+                raise ConfigError(f"plan: {key} has no value; write {name}=VALUE, or {key} VALUE")
+            value = left.pop(0)
+        found.append(f"{name}={value}")
+    return found
+
+
+def main(cfg: Planning, given: Collection[str] = ()) -> None:
+    """Print the plan, or what a search found.
+
+    Args:
+        cfg: of what.
+        given: the keys that somebody has set, as `nrl.config.given` has them; a search holds what they say.
+
+    Raises:
+        ConfigError: there is no such config, or the step fails.
+        ModelError: a closed form was asked for of a model of another family.
+    """
+    gpu, allowance = GPUS[cfg.gpu], cfg.allowance * GIB
+    if cfg.rank >= cfg.layout.dp:
+        raise ConfigError(f"plan: found rank={cfg.rank} of dp={cfg.layout.dp} processes; give one from 0 to the last")
+    from nrl.ops.plan.analytic import rows_of
+    from nrl.ops.plan.simulate import Step
+
+    optimizer, moments = _optimizer(cfg)
+    if cfg.rank and (cfg.search or not cfg.driven or cfg.trainer == "megatron" or moments is not None):
+        raise ConfigError(
+            f"plan: found rank={cfg.rank}, and closed forms are of any process; leave rank= out, or drive the torch "
+            "trainer without search=true (driven=true)"
+        )
+    names = ("rank", "rows", "width", "shared", "max_tokens", "loss", "dtype", "checkpointing", "offload")
+    step = Step(
+        _config(cfg.model), dp=cfg.layout.dp, capability=gpu.capability, memory=int(gpu.memory),
+        optimizer=optimizer, moments=moments, **{name: getattr(cfg, name) for name in names},
+    )  # fmt: skip
+    rows_of(step)  # so that rows that there cannot be are refused before anything is driven
+    if cfg.search:
+        _search(cfg, step, gpu, allowance, frozenset(given))
+        return
+    layout = cfg.layout if cfg.trainer == "megatron" else None
+    if layout is None and cfg.layout not in (Layout(cfg.layout.dp), Layout(cfg.layout.dp, shard=cfg.layout.dp)):
+        raise ConfigError(
+            f"plan: found {cfg.layout}; trainer=fsdp shards over dp alone, and all of it. Give trainer=megatron"
+        )
+    found, driven = _counted(cfg, step, layout)
+    report(found, step, cfg.layout, gpu, allowance, driven)
+    from nrl.ops.plan.search import MOST, candidate, nearest
+
+    asked = candidate(step, gpu, allowance, layout, found)
+    if asked.fits:
+        return
+    try:
+        near = nearest(asked, gpu, allowance)
+    except (ConfigError, ModelError) as error:
+        print(f"the nearest layout that fits is not known: {error}")
+    else:
+        print(nearest_line(near, max(MOST, cfg.layout.slots)))
+
+
+def _optimizer(cfg: Planning) -> tuple[Optimizer, float | None]:
+    """The optimizer of drives, and the bytes that it keeps for a parameter where these are all that is known."""
+    if cfg.moments is not None and cfg.moments in _MOMENTS and cfg.optimizer.kind == "adamw":
+        return attrs.evolve(cfg.optimizer, moments=_MOMENTS[cfg.moments]), None
+    return cfg.optimizer, cfg.moments
+
+
+def _counted(cfg: Planning, step: Any, layout: Layout | None) -> tuple[dict[str, Any], bool]:
+    """What a step needs, and whether it was driven; where this torch cannot be, closed forms say it instead."""
+    from nrl.ops.plan import fake_cuda
+    from nrl.ops.plan.analytic import closed
+    from nrl.ops.plan.analytic_megatron import closed_megatron
+    from nrl.ops.plan.simulate import drive
+
+    if layout is not None:
+        print("closed forms of Megatron's trainer, which is not driven")
+        return closed_megatron(step, layout), False
+    if not cfg.driven or step.moments is not None:
+        return closed(step), False
+    try:
+        fake_cuda.check_torch()
+        print("plan: driving two steps on fake tensors; ten seconds to minutes", file=sys.stderr, flush=True)
+        return drive(step), True
+    except ConfigError as error:
+        if not any(said in str(error) for said in _UNABLE):
+            raise
+        print(f"{str(error).splitlines()[-1].strip()}\nso these are closed forms", *["of any process"] * (cfg.rank > 0))
+    return closed(step), False
+
+
+def _search(cfg: Planning, step: Any, gpu: Gpu, allowance: float, given: frozenset[str]) -> None:
+    from nrl.ops.plan.search import AXES, candidate, layouts, ranked
+
+    of_dp = not given.isdisjoint(("dp", "layout.dp"))
+    if "gpus" in given and not of_dp:  # so many rows for each of them
+        step = attrs.evolve(step, dp=cfg.gpus)
+    names = [axis for axis in AXES if f"layout.{axis}" in given and axis != "dp"]
+    held = {axis: getattr(cfg.layout, axis) for axis in (["dp"] if "gpus" in given and of_dp else []) + names}
+    held |= {name: getattr(cfg, name) for name in ("trainer", "checkpointing", "max_tokens") if name in given}
+    every = ranked(layouts(step, gpu, allowance, cfg.gpus, held))
+    best = [each for each in every if each.fits and each.trainer == "fsdp"][:_DRIVEN]
+    driven = dict[int, Any]()
+    for each in best if cfg.driven else ():
+        found, was = _counted(cfg, each.step, None)
+        if was:
+            driven[id(each)] = candidate(each.step, gpu, allowance, counted=found)
+    what = f"{len(every)} layouts of {cfg.gpus} GPUs for {step.rows * step.dp} rows of {cfg.width} tokens"
+    for line in search_lines(what, every, best, driven, held, gpu, cfg.allowance):
+        print(line)
+
+
+def _config(model: str | Mapping[str, Any]) -> dict[str, Any]:
+    """All fields of a config; no weights are read."""
+    from nrl.backends import Model
+    from nrl.backends.models.loading import load_config
+
+    source: Any = model
+    if isinstance(model, str) and (path := Path(model).expanduser()).exists():
+        path = path / "config.json" if path.is_dir() else path
+        try:
+            source = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"plan: model={model} has no config.json that can be read: {error}") from error
+    found: dict[str, Any] = load_config(Model(source))[0].to_dict()
+    return {name: value for name, value in found.items() if name not in ("dtype", "torch_dtype")}

@@ -1,0 +1,148 @@
+"""Rows to look at: a record of a rollout as values of JSON."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from nrl.batch import Batch, require
+from nrl.envs import STATUSES
+from nrl.rollout.bridges import FORKS
+from nrl.rollout.transcripts import numbers, rows_of_episodes, transcriber
+
+__all__ = ["samples"]
+
+_BINS = 20
+
+
+def samples(batch: Batch, tokenizer: Any, n: int = 2, *, names: Sequence[str] = ()) -> dict[str, Any]:
+    """A record of a rollout for ``rollouts.jsonl``: histograms, and some episodes as text, turn by turn.
+
+    Args:
+        batch: ``[B]`` with ``input_ids``, ``loss_mask`` and ``rewards``; other columns are shown if they are there.
+        tokenizer: a transformers tokenizer.
+        n: how many episodes to show: the best and the worst of the first group whose rewards differ, then the others in
+            their order. Without ``episode_ids`` a row is an episode; of one that forked all rows are shown, next to one
+            another.
+        names: of the sources, by their number, as in `nrl.per_source`; without them a ``source`` is a number.
+
+    Returns:
+        Values of JSON alone; numbers that are not finite are None.
+
+        - ``rewards``, ``lengths``: histograms over all valid episodes, ``{"low", "high", "counts"}`` with 20 bins of
+          equal width from the lowest to the highest value; without rows None, None and no counts. Several rewards are
+          added up; a length is the number of sampled tokens.
+        - ``rows``: for each ``row`` (its place), ``group``, ``source``, ``version``, ``valid``, ``truncated``, ``cut``,
+          ``status`` (its name), ``reward`` (a list where there are several), ``components`` (what it is made of, by
+          name), ``env`` (the environment's own numbers), ``prompt`` (text up to the first token that was sampled) and,
+          for each token from there to the end, ``tokens`` (text; joined, they are the decoded response, so a token that
+          ends within a character is empty and the one that completes it has it), ``loss_mask``, ``advantages``,
+          ``rollout_logprobs``. Fields without a column in the batch are left out.
+        - ``parts`` of a row: who wrote what, in order; see `nrl.rollout.transcripts.Transcript`. Their texts are
+          masked, as in the logs.
+        - ``episode`` of a row, if the batch has ``episode_ids``. Rows of one that forked have ``forks`` (how many rows
+          it has beside the first), ``fork`` (the row's place, 0 is the first), ``shared`` (how many of its first
+          tokens are those of an earlier row of it) and, of a later one, ``why`` it began (see
+          `nrl.rollout.bridges.Fork`).
+
+    Raises:
+        MissingColumn: one of the three is not there.
+
+    >>> import torch
+    >>> from nrl import tiny
+    >>> tokenizer = tiny.tokenizer()
+    >>> ids = torch.tensor([tokenizer.encode("1+1=2"), tokenizer.encode("1+1=3")])
+    >>> mask = torch.tensor([[False] * 4 + [True]] * 2)
+    >>> columns = {"input_ids": ids, "loss_mask": mask, "rewards": torch.tensor([1.0, 0.0])}
+    >>> record = samples(Batch(columns, batch_size=[2]), tokenizer, n=1)
+    >>> record["rows"][0]["prompt"], record["rows"][0]["tokens"], record["rewards"]["counts"][0]
+    ('1+1=', ['2'], 1)
+    >>> [part["role"] for part in record["rows"][0]["parts"]]
+    ['prompt', 'policy']
+    """
+    require(batch, "input_ids", "loss_mask", "rewards", reader="samples")
+    columns: dict[str, Any] = {str(key): value for key, value in batch.items()}
+    rewards = columns["rewards"]
+    totals = (rewards.sum(-1) if rewards.ndim > 1 else rewards).double().numpy()
+    lengths = columns["loss_mask"].sum(-1).double().numpy()
+    episodes = rows_of_episodes(columns, len(totals))
+    firsts = np.array([rows[0] for rows in episodes], dtype=np.int64)
+    valid = (columns["valid"].numpy() if "valid" in columns else np.ones(len(totals), dtype=bool))[firsts]
+    counted = valid & np.isfinite(totals[firsts])
+    groups = columns["group_ids"][firsts].tolist() if "group_ids" in columns else range(len(episodes))
+    written = np.array([lengths[rows].sum() for rows in episodes])
+    shown = [episodes[place] for place in _chosen(totals[firsts], counted, groups)[:n]]
+    transcript = transcriber(tokenizer)
+
+    def row(place: int, rows: Sequence[int]) -> dict[str, Any]:
+        read = transcript(columns, place)
+        known: dict[str, Any] = {"row": place}
+        for name in ("group", "version", "valid", "truncated", "cut"):
+            if (key := "group_ids" if name == "group" else name) in columns:
+                known[name] = columns[key][place].item()
+        if "source" in columns:
+            source = int(columns["source"][place])
+            known["source"] = names[source] if 0 <= source < len(names) else source
+        known |= _of_episode(columns, place, rows)
+        known |= {"reward": numbers(rewards[place]), "prompt": read.prompt, "tokens": read.tokens}
+        known["loss_mask"] = columns["loss_mask"][place, read.start : read.end].tolist()
+        for key in ("advantages", "rollout_logprobs"):
+            if key in columns:
+                known[key] = numbers(columns[key][place, read.start : read.end])
+        return known | {"parts": read.parts}
+
+    return {
+        "rewards": _histogram(totals[firsts][counted]),
+        "lengths": _histogram(written[valid]),
+        "rows": [row(place, rows) for rows in shown for place in rows],
+    }
+
+
+def _histogram(values: np.ndarray) -> dict[str, Any]:
+    if not len(values):
+        return {"low": None, "high": None, "counts": []}
+    low, high = float(values.min()), float(values.max())
+    places = np.minimum((values - low) / ((high - low) or 1.0) * _BINS, _BINS - 1).astype(int)
+    return {"low": low, "high": high, "counts": np.bincount(places, minlength=_BINS).tolist()}
+
+
+def _chosen(rewards: np.ndarray, counted: np.ndarray, groups: Sequence[int]) -> list[int]:
+    """Every episode: the best and the worst of the first group that has both, then all others in their order."""
+    members: dict[int, list[int]] = {}
+    for episode, group in enumerate(groups):
+        if counted[episode]:
+            members.setdefault(group, []).append(episode)
+    first: list[int] = []
+    for some in members.values():
+        best, worst = max(some, key=rewards.__getitem__), min(some, key=rewards.__getitem__)
+        if rewards[best] > rewards[worst]:
+            first = [best, worst]
+            break
+    return [*first, *(episode for episode in range(len(rewards)) if episode not in first)]
+
+
+def _of_episode(columns: Mapping[str, Tensor], row: int, rows: Sequence[int]) -> dict[str, Any]:
+    """Which episode a row is of, what became of that, and the numbers that it has."""
+    found: dict[str, Any] = {}
+    if "episode_ids" in columns:
+        found["episode"] = columns["episode_ids"][row].item()
+    if len(rows) > 1:
+        earlier = rows[: rows.index(row)]
+        found |= {"fork": len(earlier), "forks": len(rows) - 1, "shared": _shared(columns, row, earlier)}
+        if earlier and "forked" in columns:
+            found["why"] = FORKS[int(columns["forked"][row])]
+    if "status" in columns:
+        found["status"] = STATUSES[int(columns["status"][row])]
+    for name, begin in (("components", "reward/"), ("env", "env/")):
+        if own := {key.removeprefix(begin): columns[key][row] for key in columns if key.startswith(begin)}:
+            found[name] = {key: numbers(value) for key, value in own.items()}
+    return found
+
+
+def _shared(columns: Mapping[str, Tensor], row: int, earlier: Sequence[int]) -> int:
+    """How many of a row's first tokens are those of an earlier one, the most of all."""
+    ids = columns["input_ids"]
+    real = columns["attention_mask"].bool() if "attention_mask" in columns else ids == ids
+    same = [(ids[row] == ids[other]) & real[row] & real[other] for other in earlier]
+    return max((int(each.long().cumprod(0).sum()) for each in same), default=0)

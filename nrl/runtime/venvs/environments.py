@@ -1,0 +1,201 @@
+"""Environments: the recipe that one is built from, and the inventory that lies in its folder.
+
+`nrl.runtime.venvs.recipes` makes recipes, and `nrl.runtime.venvs.building` environments of them.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "DISTRIBUTION",
+    "INVENTORY",
+    "Recipe",
+    "default_folder",
+    "difference",
+    "here",
+    "hold",
+    "inventories",
+    "inventory_of",
+    "likeness",
+    "mark_used",
+    "package_of",
+    "sources",
+    "usable",
+    "used",
+]
+
+DISTRIBUTION = "nrl-torch"
+"""The name of nrl in locks, wheels and metadata; PyPI's ``nrl`` is another project, with a module of that name."""
+
+INVENTORY = "nrl-venv.json"
+"""The file in an environment that lists its packages. It is written last, so an environment that has it is complete."""
+
+_held: list[int] = []  # open files; their locks end with this process
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that a node needs to build an environment, apart from packages that an index or a git server has.
+
+    Args:
+        name: ``<executable>-<hash>``, the hash over the inventory.
+        executable: the name of the executable.
+        interpreter: a path, where no environment is needed (``system``).
+        python: the version to build with, such as ``"3.12.1"``.
+        platform: `here` on nodes that can use it.
+        requirements: lines of pinned requirements with their hashes.
+        wheels: content by file name, of packages that no index has and that have to be installed.
+        sources: wheels of packages that work on any path (nrl, the project, and folders that it depends on), by the
+            name of the folder that each is unpacked into. They are no part of the environment, nor of its name.
+        indexes: of locked packages, apart from the default one.
+        inventory: python, platform, and each package's version, source and digest.
+        settings: variables for uv where the node has no value of its own, such as ``UV_DEFAULT_INDEX``.
+        force: build anew unless the environment was built for this very value; empty: use an existing one.
+    """
+
+    name: str
+    executable: str
+    interpreter: str | None = None
+    python: str = ""
+    platform: str = ""
+    requirements: tuple[str, ...] = ()
+    wheels: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    sources: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    indexes: tuple[str, ...] = ()
+    inventory: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    settings: Mapping[str, str] = field(default_factory=dict, repr=False)  # may hold credentials
+    force: str = ""
+
+
+def here() -> str:
+    """The platform of this node, such as ``linux-x86_64``."""
+    return f"{sys.platform}-{platform.machine()}"
+
+
+def default_folder() -> Path:
+    """Where this node keeps environments: ``NRL_VENV_DIR``, else a folder in the user's cache."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.environ.get("NRL_VENV_DIR") or f"{cache}/nrl/venvs").expanduser().absolute()
+
+
+def sources(recipe: Recipe, python: Path) -> list[str]:
+    """The folders with the sources of a recipe, which go onto the path of its processes.
+
+    >>> sources(Recipe("base-01", "base", sources={"nrl-torch-0.1.0-23": b""}), Path("/venvs/base-01/bin/python"))
+    ['/venvs/.sources/nrl-torch-0.1.0-23']
+    """
+    return [str(python.parents[2] / ".sources" / name) for name in recipe.sources]
+
+
+def package_of(wheel: str) -> str:
+    """The normalised name of the package in a wheel's file name.
+
+    >>> package_of("Tiny_Lib-1.0-py3-none-any.whl")
+    'tiny-lib'
+    """
+    return wheel.split("-")[0].lower().replace("_", "-").replace(".", "-")
+
+
+def mark_used(path: Path) -> None:
+    """Set the time of last use, which `nrl venvs prune` reads; an image may be read-only."""
+    with contextlib.suppress(OSError):
+        os.utime(path)
+
+
+def usable(env: Path, force: str = "") -> bool:
+    """Whether an environment is complete, has its interpreter, and was built for this ``force``, if one is given."""
+    inventory = inventory_of(env)
+    return (
+        inventory is not None and (env / "bin" / "python").exists() and (not force or inventory.get("force") == force)
+    )
+
+
+def hold(env: Path) -> None:
+    """Let nobody replace or remove an environment until this process has ended; do nothing where there is none."""
+    with contextlib.suppress(OSError):  # also where the file system has no locks
+        _held.append(os.open(env / INVENTORY, os.O_RDONLY | os.O_CLOEXEC))
+        fcntl.flock(_held[-1], fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def used(env: Path) -> bool:
+    """Whether a process holds an environment: on this node, or on another one whose file system shares its locks."""
+    try:
+        file = os.open(env / INVENTORY, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(file)
+    return False
+
+
+def inventory_of(folder: Path) -> dict[str, Any] | None:
+    """The inventory of an environment, or of a source's folder; None: it is not complete, or was renamed."""
+    try:
+        found = json.loads((folder / INVENTORY).read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and found.get("name") == folder.name else None
+
+
+def inventories(folder: Path) -> dict[Path, dict[str, Any]]:
+    """The usable environments of a folder with their inventories; none where there is no such folder."""
+    if not folder.is_dir():
+        return {}
+    envs = [env for env in sorted(folder.iterdir()) if not env.name.startswith(".") and usable(env)]
+    return {env: found for env in envs if (found := inventory_of(env)) is not None}
+
+
+def likeness(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> tuple[int, int, str]:
+    """How near an inventory is to another one: equal packages, then packages of one name, then when it was built.
+
+    Without the second, which of two environments is near would be a matter of their names, where both have all packages
+    but one, and one of them has that in another version.
+
+    >>> new = {"packages": {"numpy": "2.3", "cowsay": "6.1"}}
+    >>> without = {"packages": {"numpy": "2.3"}, "built": "2026-11-22T08:09:49Z"}
+    >>> older = {"packages": {"numpy": "2.3", "cowsay": "5.0"}, "built": "2026-11-21T08:09:49Z"}
+    >>> likeness(without, new), likeness(older, new)
+    ((1, 1, '2026-11-22T08:09:49Z'), (1, 2, '2026-11-21T08:09:49Z'))
+    """
+    there, packages = found["packages"], wanted["packages"]
+    equal = sum(there.get(name) == each for name, each in packages.items())
+    return equal, len(there.keys() & packages.keys()), str(found.get("built", ""))
+
+
+def difference(old: Mapping[str, Any], new: Mapping[str, Any], most: int = 6) -> str:
+    """The differences between two inventories in words, the first ``most`` of them; empty if there are none.
+
+    >>> a = {"python": "3.12.1", "packages": {"numpy": {"version": "2.3.4", "source": "index", "digest": "a"}}}
+    >>> b = {"python": "3.12.1", "packages": {"numpy": {"version": "2.3.5", "source": "index", "digest": "b"}}}
+    >>> difference(a, b)
+    'numpy 2.3.4 -> 2.3.5'
+    """
+    found = [
+        f"{key} {old.get(key)} -> {new.get(key)}" for key in ("python", "platform") if old.get(key) != new.get(key)
+    ]
+    before, after = old.get("packages", {}), new.get("packages", {})
+    changed = [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]
+    for name in sorted(changed, key=lambda name: (after.get(name, before.get(name))["source"] != "local", name)):
+        a, b = before.get(name), after.get(name)
+        if a is None or b is None:
+            found.append(f"{name} {b['version']} is added" if b else f"{name} {a['version']} is gone")
+        elif a["version"] != b["version"]:
+            found.append(f"{name} {a['version']} -> {b['version']}")
+        else:
+            found.append(f"the source of {name} {b['version']}" if b["source"] == "local" else f"the files of {name}")
+    more = len(found) - most
+    return ", ".join([*found[:most], *([f"and {more} more"] if more > 0 else [])])
