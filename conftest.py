@@ -21,7 +21,7 @@ from nrl.runtime.venvs.registry import EXECUTABLES
 
 torch.set_num_threads(1)  # small tensors: more threads cost more than they give, and sums keep one order
 
-_MATHEMATICS = ("tests/algos/", "tests/batch/", "tests/properties/", "tests/test_reduce.py", "nrl/")
+_MATHEMATICS = ("tests/algos/", "tests/batch/", "tests/properties/", "tests/batch/test_metrics.py", "nrl/")
 
 hypothesis.settings.register_profile("nrl", derandomize=True, deadline=None, print_blob=True)
 hypothesis.settings.load_profile("nrl")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from uv import find_uv_bin
 
-from tests.runtime.executables.recipe_parts import index_of, project_of, wheel_of
+from tests.runtime.venvs.recipe_parts import index_of, project_of, wheel_of
 from tests.test_docs import FENCE, ROOT
 
 PAGE = ROOT / "docs" / "dependencies.md"

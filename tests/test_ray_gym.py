@@ -13,7 +13,7 @@ from nrl.backends import Sampling
 from nrl.envs.gym_config.places import places
 from nrl.envs.gym_config.resolving import ask
 from nrl.runtime import Cluster
-from tests.command.test_gym_run import until
+from tests.gym.cli.test_gym_run import until
 from tests.hosts import SECOND, hosts
 from tests.jsonlines import lines
 

@@ -8,7 +8,7 @@ import pytest
 from nrl import tiny
 from nrl.data.forms import Form, as_taken, form
 from tests.chat_tokenizers import tokenizer
-from tests.episodes.conversations import TOOLS
+from tests.rollout.conversations import TOOLS
 
 FORMS = {  # written by hand, from the templates
     "chatml": Form(plain=True),

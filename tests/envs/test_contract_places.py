@@ -20,9 +20,9 @@ from nrl.envs import Environment, Step, Trace, Turn, number, score_of, single_tu
 from nrl.errors import EnvError, ExecutableError, ShippingError
 from nrl.runtime import Cluster, process
 from tests.envs.places import EVERYTHING, FAILURES, TEXTS, VERIFIERS, compared, failing
-from tests.episodes.scripted import TASKS, Scripted
 from tests.meshes import end
 from tests.processes import settled
+from tests.rollout.scripted import TASKS, Scripted
 
 Transform = Callable[[Any], Any]
 LIMIT = 4.0  # seconds that a call may take: more than one needs on a busy machine

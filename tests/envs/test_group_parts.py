@@ -26,8 +26,8 @@ from nrl.envs import (
 )
 from nrl.envs.contract import FailedScore, judges_group
 from nrl.rollout import rollout
-from tests.episodes.scripted import TASKS, Scripted
-from tests.episodes.test_verdicts import two_turns
+from tests.rollout.scripted import TASKS, Scripted
+from tests.rollout.test_verdicts import two_turns
 
 TRACES = [Trace("1+2=", [text]) for text in ("3", "44", "no", "333")]
 TASK = {"answer": 3}

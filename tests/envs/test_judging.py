@@ -14,7 +14,7 @@ from nrl.envs.contract import FailedScore
 from nrl.envs.judge_scores import read_score
 from nrl.errors import EnvError, GenerationError
 from tests.backends.openai.test_openai import serving
-from tests.episodes.scripted import TASKS, Scripted
+from tests.rollout.scripted import TASKS, Scripted
 
 
 def replying(reply: Callable[[Mapping[str, Any]], Any], asked: MutableSequence[Mapping[str, Any]]) -> Any:

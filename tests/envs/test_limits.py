@@ -15,7 +15,7 @@ from nrl.envs import Environment, Step, Task, Trace, Turn, judged, limited, sing
 from nrl.envs.tools import ToolCall, tool, tool_use
 from nrl.rollout import rollout
 from nrl.rollout.summaries import summary
-from tests.episodes.scripted import TASKS, Scripted
+from tests.rollout.scripted import TASKS, Scripted
 
 
 def endless(ends: float = math.inf, sleep: float = 0.0) -> Environment:

@@ -17,7 +17,7 @@ from nrl.envs import Environment, LinearState, Step, Task, Trace, Turn, by_sourc
 from nrl.envs.tools import MalformedCall, ToolCall
 from nrl.errors import ConsumedState, EnvError, ForeignState
 from nrl.rollout import rollout
-from tests.episodes.scripted import TASKS, Scripted
+from tests.rollout.scripted import TASKS, Scripted
 
 KINDS = ("plain", "async", "awaitable")
 

@@ -19,8 +19,8 @@ from nrl.envs import Score, Trace, extractor, number, single_turn
 from nrl.envs.mathematics.answers import LONGEST, final_answer, repeats, tidy
 from nrl.envs.mathematics.worker import _fork, compare
 from nrl.errors import EnvError, PlacementError
-from tests.episodes.scripted import TASKS, Scripted
 from tests.processes import alive, settled
+from tests.rollout.scripted import TASKS, Scripted
 
 RIGHT, WRONG, UNREAD, STARVED = Score(1.0), Score(0.0), Score(0.0, "parse_fail"), Score(0.0, "timeout")
 ROOT = r"\sin(7918)"  # so that a sine is no work that is left to do

@@ -11,7 +11,7 @@ from nrl.envs import Environment, Turn
 from nrl.envs.fh_aviary import fhaviary
 from nrl.envs.text_arena import textarena
 from nrl.envs.tools import ToolCall
-from tests.episodes.scripted import Scripted
+from tests.rollout.scripted import Scripted
 
 pytestmark = pytest.mark.timeout(600)  # an environment may have to be built
 ENVS = Path(nrl.__file__).parent / "envs"

@@ -26,8 +26,8 @@ from nrl.envs.pools.processes import Process, Python, here
 from nrl.errors import EnvError, ExecutableError, PlacementError, ShippingError
 from nrl.runtime.ray.pickling import deserialized, serialized
 from nrl.runtime.venvs.recipes import recipe
-from tests.episodes.scripted import TASKS, Scripted
 from tests.processes import alive, settled
+from tests.rollout.scripted import TASKS, Scripted
 
 TEXTS = ["3", "4", "19", "what?"]  # two answers to each task
 

@@ -14,7 +14,7 @@ from nrl.cli.cli import main
 from nrl.envs import Trace
 from nrl.envs.gym_config.places import Place
 from nrl.envs.gym_config.resolving import resolve
-from tests.command.test_gym_run import folder, played, wrote
+from tests.gym.cli.test_gym_run import folder, played, wrote
 
 __all__ = ["folder"]
 

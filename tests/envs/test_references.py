@@ -30,7 +30,7 @@ from nrl.envs import (
 from nrl.envs.references import faults_of, report, task_check
 from nrl.envs.shipped import environments
 from nrl.errors import DataError
-from tests.episodes.scripted import Scripted
+from tests.rollout.scripted import Scripted
 
 GOOD, BAD = {"prompt": "1+1=", "answer": "2"}, {"prompt": "1+1=", "answer": "two"}
 

@@ -27,7 +27,7 @@ from nrl.envs.return_values import verdicts_of
 from nrl.envs.tools import ToolCall, call, tool
 from nrl.errors import BatchError, ColumnError, DataError, EnvError, NotFinite
 from tests.envs.returned import EVERYTHING, GROUPS, OBSERVATIONS, PROMPTS, VERDICTS, WAYS, Case, compared
-from tests.episodes.scripted import TASKS, Scripted
+from tests.rollout.scripted import TASKS, Scripted
 
 Transform = Callable[[Any], Any]
 

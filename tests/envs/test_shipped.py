@@ -17,7 +17,7 @@ from nrl.envs.naming import named
 from nrl.envs.shipped import ENVIRONMENTS
 from nrl.envs.tools import ToolError
 from nrl.errors import ConfigError, DataError, EnvError
-from tests.episodes.scripted import Scripted
+from tests.rollout.scripted import Scripted
 
 OWN = '''
 from nrl.envs import Environment, Step

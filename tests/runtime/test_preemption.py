@@ -401,7 +401,9 @@ def test_what_is_lost_outside_of_a_run_after_it_is_no_reason_to_begin_again(tmp_
 
 def test_what_is_closed_after_the_last_step_is_within_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     handlers: list[Any] = []
-    monkeypatch.setattr(sys.modules["nrl.run.run"], "report_at_end", lambda out: handlers.append(signal.getsignal(signal.SIGTERM)))
+    monkeypatch.setattr(
+        sys.modules["nrl.run.run"], "report_at_end", lambda out: handlers.append(signal.getsignal(signal.SIGTERM))
+    )
     program(tmp_path, items())
     assert [getattr(handler, "__name__", "") for handler in handlers] == ["handle"]
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -1,8 +1,8 @@
 """Train states, which a step consumes, and params, which are borrowed from them or frozen."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,15 +11,46 @@ from nrl.arguments import register_kind
 from nrl.backends.models.shards import Joining
 from nrl.backends.training import worker
 from nrl.backends.types import Bucket
+from nrl.batch import Batch
 from nrl.errors import ModelError
+from nrl.files import Folder, Saved
 from nrl.runtime.mesh.futures import Future
 from nrl.runtime.mesh.handles import Handle
 from nrl.runtime.mesh.placement import Mesh
 
-if TYPE_CHECKING:
-    from nrl.backends.training.trainer import Trainer
-
 __all__ = ["Params", "TrainState"]
+
+
+class OwningTrainer(Protocol):
+    """What others ask of the trainer that made a train state or params; see `nrl.backends.training.trainer.Trainer`."""
+
+    @property
+    def buckets(self) -> Callable[..., Iterator[Future[Bucket]]]:
+        """See `Params.buckets`."""
+
+    @property
+    def forward(self) -> Callable[["Params", Batch, Collection[str]], dict[str, Future[Tensor]]]:
+        """Outputs of the model."""
+
+    @property
+    def logprobs(self) -> Callable[["Params", Batch], Future[Tensor]]:
+        """``[*B, T]`` float32, nats."""
+
+    @property
+    def rewards(self) -> Callable[["Params", Batch], Future[Tensor]]:
+        """``[*B]`` float32."""
+
+    @property
+    def write(self) -> Callable[["TrainState | Params", Folder], Saved]:
+        """Write a value into a checkpoint."""
+
+    @property
+    def begin_writing(self) -> Callable[["TrainState | Params", Folder], Callable[[], Saved]]:
+        """Write a value into a checkpoint beside later steps."""
+
+    @property
+    def restore(self) -> Callable[[Folder], Any]:
+        """Read what was written."""
 
 
 class Params:
@@ -31,7 +62,7 @@ class Params:
     def __init__(
         self,
         handle: Handle,
-        trainer: "Trainer",
+        trainer: "OwningTrainer",
         version: int,
         *,
         published: bool,
@@ -121,7 +152,7 @@ class TrainState:
         return self._params
 
     @property
-    def trainer(self) -> "Trainer":
+    def trainer(self) -> "OwningTrainer":
         """The trainer that made it."""
         return self._params.trainer
 

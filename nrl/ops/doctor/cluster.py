@@ -19,14 +19,15 @@ from nrl.ops.doctor.host_diff import differences, slots
 from nrl.ops.doctor.host_probe import look, look_at_torch
 from nrl.ops.doctor.installation import environments_judged, torch_judged, torch_to_come, uv_judged
 from nrl.ops.doctor.network_checks import clock_of, connected, seen_by_all
-from nrl.ops.doctor.remote_checks import CONNECTING, Host, answered, longer, placed_on, reason, unanswered
+from nrl.ops.doctor.remote_checks import CONNECTING, Host, answered, longer, reason, unanswered
 from nrl.ops.doctor.runner import SILENCE
 from nrl.ops.doctor.service_checks import hub_judged, sandbox_judged
 from nrl.runtime.clusters import cluster as entered
 from nrl.runtime.node.machine import Facts, facts
 from nrl.runtime.node.probe import Probe
 from nrl.runtime.ray.connection import target
-from nrl.runtime.ray.nodes import by_value, on_node
+from nrl.runtime.ray.host_actors import connection, list_nodes, ray_error, start_on
+from nrl.runtime.ray.nodes import on_node
 from nrl.runtime.venvs.environments import Recipe
 from nrl.runtime.venvs.recipes import recipe
 from nrl.runtime.venvs.registry import EXECUTABLES
@@ -54,19 +55,17 @@ def hosts(address: str, shared: str | None, size: int, limit: float, expected: i
         return
     try:
         with entered(address, deadline=limit):
-            import ray
-
             took = f"; to {'start' if address == 'ray' else 'join'} it took {time.monotonic() - began:.1f} s"
             try:
                 come = [] if expected is None else [_come(expected, limit)]
                 there = _hosts()
-                where = ray.get_runtime_context().gcs_address
-                said = f"Ray {ray.__version__} at {where}, {len(there)} host(s){took}"
-                yield ok("cluster", said, address=where, version=ray.__version__, hosts=list(there))
+                ray = connection()
+                text = f"Ray {ray.version} at {ray.address}, {len(there)} host(s){took}"
+                yield ok("cluster", text, address=ray.address, version=ray.version, hosts=list(there))
                 yield from come
                 yield from _lost()
                 yield from _asked(there, shared, size, limit)
-            except ray.exceptions.RayError as error:  # the head is gone again
+            except ray_error() as error:  # the head is gone again
                 yield failed("cluster", reason(error), _HEAD)
     except PlacementError as error:
         yield failed("cluster", str(error), _HEAD)
@@ -96,15 +95,15 @@ def _come(expected: int, limit: float) -> Finding:
     """Wait for hosts that are late, and say how many have come."""
 
     def came(seconds: float) -> bool:
-        if len(_nodes(True)) < expected:
+        if len(list_nodes(True)) < expected:
             time.sleep(seconds)
-        return len(_nodes(True)) >= expected
+        return len(list_nodes(True)) >= expected
 
     def told(waited: float) -> str:
-        return f"doctor: {len(_nodes(True))} of {expected} hosts have come, {waited:.0f} s so far"
+        return f"doctor: {len(list_nodes(True))} of {expected} hosts have come, {waited:.0f} s so far"
 
     all_of_them = wait_until(came, limit, told, silence=SILENCE, every=_GLANCE)
-    there = sorted(str(each["NodeManagerHostname"]) for each in _nodes(True))
+    there = sorted(str(each["NodeManagerHostname"]) for each in list_nodes(True))
     said = f"{len(there)} of {expected} have come"
     values = {"expected": expected, "come": there}
     if all_of_them:
@@ -118,29 +117,20 @@ def _come(expected: int, limit: float) -> Finding:
 
 def _hosts() -> dict[str, Host]:
     """The nodes by name: that of the host, with its port where several are one machine."""
-    import ray
-
-    alive = _nodes(True)
-    names = [str(each["NodeManagerHostname"]) for each in alive]
-    made: Any = ray.remote(by_value(Probe))
-    found = {}
-    for name, each in zip(names, alive, strict=True):
-        unique = name if names.count(name) == 1 else f"{name}:{each['NodeManagerPort']}"
-        probe = made.options(**placed_on(each["NodeID"])).remote()
-        found[unique] = Host(each["NodeID"], str(each["NodeManagerAddress"]), each["Resources"], probe)
-    return found
-
-
-def _nodes(alive: bool) -> list[dict[str, Any]]:
-    import ray
-
-    return [each for each in ray.nodes() if each["Alive"] == alive]
+    alive = list_nodes(True)
+    names = [str(node["NodeManagerHostname"]) for node in alive]
+    hosts = {}
+    for name, node in zip(names, alive, strict=True):
+        unique = name if names.count(name) == 1 else f"{name}:{node['NodeManagerPort']}"
+        probe = start_on(node["NodeID"], Probe)
+        hosts[unique] = Host(node["NodeID"], str(node["NodeManagerAddress"]), node["Resources"], probe)
+    return hosts
 
 
 def _lost() -> Iterator[Finding]:
     """Nodes that were in the cluster and are not any more, unless they are back."""
-    here = {each["NodeManagerAddress"] for each in _nodes(True)}
-    for each in _nodes(False):
+    here = {each["NodeManagerAddress"] for each in list_nodes(True)}
+    for each in list_nodes(False):
         if each["NodeManagerAddress"] not in here:
             gone = f"Ray has lost it ({each['NodeManagerAddress']})"
             more = "`ray start` there again, if it should be in the cluster"
@@ -148,12 +138,10 @@ def _lost() -> Iterator[Finding]:
 
 
 def _asked(there: dict[str, Host], shared: str | None, size: int, limit: float) -> Iterator[Finding]:
-    import ray
-
-    own, this = facts(), ray.get_runtime_context().get_node_id()
-    asked = {name: host.probe.facts.remote(ray.__version__) for name, host in there.items()}
+    own, (version, _, this) = facts(), connection()
+    asked = {name: host.probe.facts.remote(version) for name, host in there.items()}
     looking = {
-        name: on_node(host.node, look, ray.__version__, tuple(EXECUTABLES))
+        name: on_node(host.node, look, version, tuple(EXECUTABLES))
         for name, host in there.items()
         if host.node != this  # whose own checks have been shown
     }
@@ -173,7 +161,7 @@ def _asked(there: dict[str, Host], shared: str | None, size: int, limit: float) 
                     continue
                 yield from (attrs.evolve(finding, host=name) for finding in check(each))
         if name in looks:
-            found = judged(looks[name], each, ray.__version__, made, build)
+            found = judged(looks[name], each, version, made, build)
             yield from (attrs.evolve(finding, host=name) for finding in found)
         if name in unseen:
             less = f"uv, environments, hub, sandbox and torch are not known: {unseen[name]}"

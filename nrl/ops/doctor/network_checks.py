@@ -15,12 +15,13 @@ import attrs
 from nrl.errors import PlacementError
 from nrl.ops.doctor.findings import Finding, failed, note, ok, warning
 from nrl.ops.doctor.host_diff import apart, clock, rounds, way
-from nrl.ops.doctor.remote_checks import CONNECTING, Host, answered, longer, placed_on, unanswered
+from nrl.ops.doctor.remote_checks import CONNECTING, Host, answered, longer, unanswered
 from nrl.ops.doctor.service_checks import unwritable
 from nrl.runtime.node.link_benchmark import Meeting
 from nrl.runtime.node.machine import Facts
 from nrl.runtime.node.shared_fs_probe import arrives
 from nrl.runtime.ports import NRL_PORTS, ports
+from nrl.runtime.ray.host_actors import connection, kill, start_on
 from nrl.runtime.ray.nodes import by_value
 from nrl.runtime.ray.sockets import interface_of
 
@@ -146,9 +147,6 @@ def _meetings(
     limit: float,
 ) -> Iterator[Finding]:
     """Each two hosts meet over a backend, both ways."""
-    import ray
-
-    made: Any = ray.remote(by_value(Meeting))
     actors = dict[str, Any]()
     pairs = [pair for pair in combinations(there, 2) if all(reached.get(route, True) for route in (pair, pair[::-1]))]
     for a, b in combinations(there, 2):
@@ -159,12 +157,12 @@ def _meetings(
             continue
         python = facts[name]["python_with_torch"]
         if python is None:
-            less = f"not tried: no Python here has torch and Ray {ray.__version__}"
+            less = f"not tried: no Python here has torch and Ray {connection().version}"
             yield attrs.evolve(note(backend, less, "`nrl venvs build base` there, and ask again"), host=name)
             continue
         more = {} if python == facts[name]["executable"] else {"runtime_env": {"py_executable": shlex.join([python])}}
-        placed = made.options(**placed_on(host.node), num_gpus=0.01 if backend == "nccl" else 0, **more)
-        actors[name] = placed.remote(host.address, by_value(interface_of))
+        options = {"num_gpus": 0.01 if backend == "nccl" else 0, **more}
+        actors[name] = start_on(host.node, Meeting, host.address, by_value(interface_of), **options)
     try:
         importing = {name: each.torch.remote() for name, each in actors.items()}
         begun, dead = answered(f"{backend}: torch is imported", importing, limit)
@@ -177,8 +175,7 @@ def _meetings(
             met = [pair for pair in some if pair in pairs or pair[::-1] in pairs]
             yield from _round(backend, met, there, actors, size, limit)
     finally:
-        for each in actors.values():
-            ray.kill(each, no_restart=True)
+        kill(actors.values())
 
 
 def _round(

@@ -1,13 +1,15 @@
 """What the doctor asks of hosts of a Ray cluster, all of them at once, and what it makes of those that say nothing."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from nrl.log import error_text, wait_until
 from nrl.ops.doctor.findings import Finding, failed, warning
 from nrl.ops.doctor.runner import SILENCE
+from nrl.runtime.ray.host_actors import get_reply, ray_error, wait_for_all
 
-__all__ = ["CONNECTING", "Host", "answered", "longer", "placed_on", "reason", "unanswered"]
+__all__ = ["CONNECTING", "Host", "answered", "longer", "reason", "unanswered"]
 
 CONNECTING = 5.0
 """Seconds for a port to answer."""
@@ -23,29 +25,22 @@ class Host(NamedTuple):
     probe: Any
 
 
-def placed_on(node: str) -> dict[str, Any]:
-    """The options of an actor that runs on this node, or nowhere, and takes no CPU from programs."""
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    return {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
-
-
 def answered[K](what: str, asked: Mapping[K, Any], limit: float) -> tuple[dict[K, Any], dict[K, str]]:
     """What came of calls, by their names, and why nothing came of the others."""
-    import ray
-
-    def arrived(seconds: float) -> bool:
-        return len(ray.wait(list(asked.values()), num_returns=len(asked), timeout=seconds)[1]) == 0
-
     found, silent = dict[K, Any](), dict[K, str]()
     if asked:
-        wait_until(arrived, limit, lambda waited: f"doctor: {what}, {waited:.0f} s so far", silence=SILENCE)
+        wait_until(
+            partial(wait_for_all, asked),
+            limit,
+            lambda waited: f"doctor: {what}, {waited:.0f} s so far",
+            silence=SILENCE,
+        )
     for name, ref in asked.items():
         try:
-            found[name] = ray.get(ref, timeout=0)
-        except ray.exceptions.GetTimeoutError:
+            found[name] = get_reply(ref)
+        except TimeoutError:
             silent[name] = f"{_LATE} {limit:g} s"
-        except ray.exceptions.RayError as error:
+        except ray_error() as error:
             silent[name] = reason(error)
     return found, silent
 

@@ -1,7 +1,7 @@
 """Closed forms of a training step on the torch backend: bytes, products, and what collectives carry.
 
 They have the keys of `nrl.ops.plan.simulate.drive`, and hold for bfloat16 on a device that has the varlen kernel. A
-term is an allocation that a drive finds at its peak; `tests/plan/test_closed.py` says how close the sums come to
+term is an allocation that a drive finds at its peak; `tests/ops/plan/test_analytic.py` says how close the sums come to
 drives.
 """
 

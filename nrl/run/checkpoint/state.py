@@ -7,7 +7,7 @@ import io
 import pickle
 import random
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -51,7 +51,7 @@ def check(values: Mapping[str, Any]) -> dict[str, Any]:
 def trainers(values: Mapping[str, Any]) -> dict[str, Trainer]:
     """The trainers of the values that live on a mesh, by name."""
     return {
-        name: value if isinstance(value, Trainer) else value.trainer
+        name: value if isinstance(value, Trainer) else cast(Trainer, value.trainer)
         for name, value in values.items()
         if isinstance(value, Trainer | TrainState | Params)
     }

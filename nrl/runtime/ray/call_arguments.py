@@ -4,7 +4,7 @@ import functools
 import hashlib
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import attrs
 from tensordict import TensorDict
@@ -15,13 +15,10 @@ from nrl.errors import ForeignState, MutatedBatch
 from nrl.runtime.mesh.processes import Donated, Rows
 from nrl.runtime.ray.column_refs import column_of, handles_in, opened
 from nrl.runtime.ray.messages import FUNCTIONS, Argument
-from nrl.runtime.ray.pending_call import Call, Ref
+from nrl.runtime.ray.pending_call import Call, MeshActors, Ref
 from nrl.runtime.ray.pickling import serialized, size
 from nrl.runtime.ray.results import Pending, PendingRows
 from nrl.runtime.ray.tensors import rows_serializer, written
-
-if TYPE_CHECKING:
-    from nrl.runtime.ray.processes import RayProcesses
 
 __all__ = ["Arguments", "Kept", "Stored"]
 
@@ -32,7 +29,7 @@ _INLINE = 64 * 1024  # bytes up to which a value travels with the call itself
 class Kept:
     """The name of a value that an actor keeps."""
 
-    actors: "RayProcesses"
+    actors: MeshActors
     rank: int
     key: int
     call: Call
@@ -82,7 +79,7 @@ class Arguments:
         fn: what is called.
     """
 
-    def __init__(self, actors: "RayProcesses", stored: Stored, who: str, fn: Callable[..., Any]) -> None:
+    def __init__(self, actors: MeshActors, stored: Stored, who: str, fn: Callable[..., Any]) -> None:
         self.actors, self.stored, self.who = actors, stored, who
         self.before: list[Call] = []  # those that made the values which this call uses where they are
         self.read: list[Call] = []  # those whose results this call reads from the object store

@@ -20,8 +20,9 @@ from nrl.runtime.ray.actor import Actor, split
 from nrl.runtime.ray.clock_skew import Host, looked_at, say_if_uneven
 from nrl.runtime.ray.connection import enter, leave, stock, target
 from nrl.runtime.ray.nodes import by_value, command, interpreters
+from nrl.runtime.ray.pending_call import Seat
 from nrl.runtime.ray.placement_groups import PATIENCE, Wanted, nodes_of, placed, reserved
-from nrl.runtime.ray.processes import RayProcesses, Seat
+from nrl.runtime.ray.processes import RayProcesses
 from nrl.runtime.venvs.registry import Executable
 
 __all__ = ["RayCluster"]

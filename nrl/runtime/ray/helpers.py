@@ -7,27 +7,26 @@ actor in the same slot and the same environment, so a function in it holds up no
 import functools
 import pickle
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nrl.errors import MutatedBatch
 from nrl.runtime.mesh.processes import Out
 from nrl.runtime.mesh.task_queue import THREADS, Desk, Helper, Task
-from nrl.runtime.ray.call_arguments import Arguments
+from nrl.runtime.ray.call_arguments import Arguments, Stored
 from nrl.runtime.ray.failures import error_of, is_death, lost, raised
 from nrl.runtime.ray.messages import Order, Receipt, folded
 from nrl.runtime.ray.nodes import last_lines
-from nrl.runtime.ray.pending_call import Call, Ref
+from nrl.runtime.ray.pending_call import Call, MeshActors, Ref
 from nrl.runtime.ray.pickling import deserialized
 from nrl.runtime.ray.results import Pending
 from nrl.runtime.trace import timeline
 
-if TYPE_CHECKING:
-    from nrl.runtime.ray.processes import RayProcesses
-
 __all__ = ["ActorHelper", "packed"]
 
 
-def packed(processes: "RayProcesses", who: str, fn: Callable[..., Any], *args: Any) -> tuple[list[Any], list[Call]]:
+def packed(
+    processes: MeshActors, stored: Stored, who: str, fn: Callable[..., Any], *args: Any
+) -> tuple[list[Any], list[Call]]:
     """Pack a function and its arguments; what is sent, and the calls whose results it reads.
 
     It waits for those calls, so that a helper's threads need not.
@@ -35,7 +34,7 @@ def packed(processes: "RayProcesses", who: str, fn: Callable[..., Any], *args: A
     for arg in args:
         if isinstance(arg, Pending):
             arg.call.wait()
-    arguments = Arguments(processes, processes.stored, who, fn)
+    arguments = Arguments(processes, stored, who, fn)
     given, beside = arguments.load(0, args)
     order = Order(who, arguments.digest, given, Out.all, keys=(None,), wanted=(True,), compared=(False,))
     return folded(order, beside), arguments.read
@@ -53,7 +52,7 @@ class ActorHelper(Helper):
 
     fate = "its helper is killed as soon as no other function runs in it"
 
-    def __init__(self, processes: "RayProcesses", start: Callable[[int], Any], desk: Desk, rank: int) -> None:
+    def __init__(self, processes: MeshActors, start: Callable[[int], Any], desk: Desk, rank: int) -> None:
         super().__init__(desk, rank)
         self._processes, self._node = processes, processes.nodes[rank]
         self._actor = start(rank)

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple, Protocol
 
 from nrl.errors import DeadlineExceeded, LostActor, MutatedBatch, PlacementError
 from nrl.log.slow_wait import SILENCE, wait_until
@@ -16,10 +16,7 @@ from nrl.runtime.ray.failures import cause, error_of, is_death, is_of_a_lost_val
 from nrl.runtime.ray.messages import NeverMade, Receipt
 from nrl.runtime.trace import timeline
 
-if TYPE_CHECKING:
-    from nrl.runtime.ray.processes import RayProcesses
-
-__all__ = ["Call", "Ref"]
+__all__ = ["Call", "MeshActors", "Ref", "Seat"]
 
 _ENDING = threading.Lock()  # held for a moment, where a call ends
 _TOLD: deque[BaseException] = deque(maxlen=1000)  # errors that a waiting caller has got
@@ -27,6 +24,52 @@ _TOLD: deque[BaseException] = deque(maxlen=1000)  # errors that a waiting caller
 type Ref = Any  # ray.ObjectRef, which is not imported here
 
 _GRACE = 10.0  # seconds for the other processes of a call to return, once one has failed
+
+
+class Seat(NamedTuple):
+    """Where a process is.
+
+    Args:
+        node: the Ray id of its node.
+        address: of the node.
+        ahead: seconds that the node's clock is ahead of the driver's.
+    """
+
+    node: str
+    address: str
+    ahead: float = 0.0
+
+
+class MeshActors(Protocol):
+    """The actors of a mesh, as their calls see them; see `nrl.runtime.ray.processes.RayProcesses`."""
+
+    name: str
+    executable: str
+    deadline: float  # seconds that a call may take
+    longest: dict[str, float]  # seconds that a call of each name has taken
+    nodes: list[Seat]
+    starting: "Call"  # the call by which they start
+
+    def earlier(self, call: "Call") -> list["Call"]:
+        """Return the calls made before this one that are not known to have ended."""
+
+    def gone(self) -> int | None:
+        """Return the first rank whose node is gone, or None."""
+
+    def where(self, rank: int) -> str:
+        """Name a process as errors do."""
+
+    def last_lines(self, rank: int) -> str:
+        """Return the last lines of a process's log."""
+
+    def end(self, why: BaseException) -> None:
+        """Kill every process."""
+
+    def after_end(self, who: str) -> BaseException | None:
+        """Return what a call raises if the processes have been ended, or None."""
+
+    def forget(self) -> None:
+        """Send batches anew."""
 
 
 class Call:
@@ -42,7 +85,7 @@ class Call:
 
     def __init__(
         self,
-        actors: "RayProcesses",
+        actors: "MeshActors",
         who: str,
         receipts: Sequence[Ref],
         before: Sequence["Call"] = (),

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from nrl.errors import ClusterError, StateError
 from nrl.runtime.mesh.futures import Submitted
@@ -17,30 +17,16 @@ from nrl.runtime.ray.call_arguments import Arguments, Kept, Stored
 from nrl.runtime.ray.helpers import ActorHelper, packed
 from nrl.runtime.ray.messages import Order, folded
 from nrl.runtime.ray.nodes import last_lines
-from nrl.runtime.ray.pending_call import Call, Ref
+from nrl.runtime.ray.pending_call import Call, Ref, Seat
 from nrl.runtime.ray.results import ActorResults
 from nrl.runtime.ray.signal_guard import deferred
 from nrl.runtime.trace import profiles
 from nrl.runtime.venvs.registry import executable
 
-__all__ = ["RayProcesses", "Seat"]
+__all__ = ["RayProcesses"]
 
 _KEYS = itertools.count(1)
 _ORDER = threading.RLock()  # so that all processes get their calls in the same order, across meshes that share them
-
-
-class Seat(NamedTuple):
-    """Where a process is.
-
-    Args:
-        node: the Ray id of its node.
-        address: of the node.
-        ahead: seconds that the node's clock is ahead of the driver's.
-    """
-
-    node: str
-    address: str
-    ahead: float = 0.0
 
 
 class RayProcesses:
@@ -161,7 +147,7 @@ class RayProcesses:
         """Let a helper call a function; returns at once."""
         if (ended := self.after_end(who)) is not None:
             raise ended
-        return self._desk.submit(who, fn, args, rank, deadline, functools.partial(packed, self, who))
+        return self._desk.submit(who, fn, args, rank, deadline, functools.partial(packed, self, self.stored, who))
 
     def _send(
         self, who: str, letters: Sequence[list[Any]], rested: Sequence[Ref], returns: Sequence[int]

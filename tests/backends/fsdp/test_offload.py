@@ -22,11 +22,11 @@ from nrl.backends.fsdp.torch_state import TorchState
 from nrl.errors import ConfigError
 from nrl.ops.plan.simulate import drive
 from nrl.runtime import Slots
-from tests.backends.fsdp.test_optimizing import engine, numbers_of, steps
+from tests.backends.fsdp.test_optimizer import engine, numbers_of, steps
 from tests.backends.fsdp.test_sharding import TINY_PARTS
 from tests.backends.processes import Processes
 from tests.faked import faked
-from tests.plan.test_driven import STEP
+from tests.ops.plan.test_simulate import STEP
 from tests.weights import assert_close, assert_equal
 
 pytestmark = pytest.mark.timeout(600)

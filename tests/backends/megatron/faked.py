@@ -24,7 +24,7 @@ from nrl.ops.plan.simulate import LOSSES, Step, rows
 from nrl.runtime import Layout
 from nrl.runtime.mesh.current_process import Process, entered
 from tests.backends.processes import AXES
-from tests.plan.test_gpus import TINY
+from tests.ops.plan.test_gpus import TINY
 
 __all__ = ["STEP", "drive"]
 

@@ -19,7 +19,7 @@ from nrl.batch.prefixes import microbatches_by_prefix
 from nrl.ops.plan.simulate import LOSSES, Step, rows
 from nrl.runtime import Layout
 from tests.backends.megatron.test_megatron_engine import engine
-from tests.plan.measured import most
+from tests.ops.plan.measured import most
 
 __all__ = ["measure"]
 

@@ -23,6 +23,7 @@ from nrl.backends import Model, Params, Trainer, adamw, fsdp, hf, megatron
 from nrl.backends.fsdp.torch_state import TorchState
 from nrl.backends.models import loading, lora, named_weights
 from nrl.backends.training.loss_terms import global_weights
+from nrl.backends.training.states import OwningTrainer
 from nrl.backends.vllm import adapters
 from nrl.batch import Batch
 from nrl.batch.metrics import finalize
@@ -72,7 +73,7 @@ def adapter_in(folder: Path, module: Any, *, kind: Any = peft.PeftModel, **field
     return made
 
 
-def logprobs(by: Trainer, params: Params, batch: Batch | None = None) -> Tensor:
+def logprobs(by: Trainer | OwningTrainer, params: Params, batch: Batch | None = None) -> Tensor:
     found: Tensor = by.logprobs(params, batch_of(MIXED) if batch is None else batch).result()
     return found
 

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import pytest
@@ -18,7 +18,7 @@ import torch
 import nrl
 from nrl import data, tiny
 from nrl.algos import advantages, grpo_loss
-from nrl.backends import Params, Sampling, adamw, fsdp, vllm
+from nrl.backends import Params, Sampling, Trainer, adamw, fsdp, vllm
 from nrl.backends.engine import Request
 from nrl.backends.sampling.pool import StreamingEnginePool
 from nrl.backends.sampling.replica import Seat
@@ -103,7 +103,7 @@ def exactly(params: Params, row: Completion) -> None:
 
 def test_a_loop_whose_rows_go_on_while_it_trains(pair: Pair) -> None:
     """At a lag of 1: no row is older than that, and some have tokens of two sets of weights, each with its own."""
-    trainer, sampler = pair.params[0].trainer, pair.sampler
+    trainer, sampler = cast(Trainer, pair.params[0].trainer), pair.sampler
     env = Environment(
         lambda task: (0, task["prompt"]), lambda state, text: Step(state, float(len(text) % 2), done=True)
     )

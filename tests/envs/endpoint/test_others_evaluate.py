@@ -16,7 +16,7 @@ from nrl import data, tiny
 from nrl.algos import sft_loss
 from nrl.backends import fsdp
 from nrl.cli.cli import main
-from tests.command.test_serving import started
+from tests.cli.test_serve import started
 
 pytestmark = pytest.mark.slow
 

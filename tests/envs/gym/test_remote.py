@@ -27,7 +27,7 @@ from nrl.envs.gym.remoting import RemoteState
 from nrl.envs.gym.serving import Server
 from nrl.envs.references import task_check
 from nrl.errors import ConsumedState, DataError, EnvError, ForeignState
-from tests.episodes.scripted import Scripted
+from tests.rollout.scripted import Scripted
 
 
 def run(value: Any) -> Any:

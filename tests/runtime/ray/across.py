@@ -25,7 +25,7 @@ from nrl.envs import single_turn
 from nrl.run.checkpoint import Checkpoints
 from nrl.runtime import Cluster
 from nrl.runtime.venvs.registry import Executable
-from tests.checkpoint import on_s3
+from tests.run.checkpoint import on_s3
 
 __all__ = ["PROGRAMS"]
 
