@@ -11,8 +11,9 @@ from tests.loading import HEAVY, TORCH, loaded_by
 
 ROOT = Path(__file__).parents[1]
 
-# A room imports from its own line and from the lines above it, and neither rooms nor modules import each other in a
-# circle, imports within functions and for type checkers counted. A module is in the room with the longest name that its own begins with.
+# A room imports from its own line and from the lines above it. Neither rooms nor modules import each other in a circle;
+# imports within functions and for type checkers count. A module is in the room with the longest name that its own
+# begins with.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "imports", "_lazy"),
     ("arguments", "files", "flags"),

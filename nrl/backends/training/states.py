@@ -18,7 +18,7 @@ from nrl.runtime.mesh.futures import Future
 from nrl.runtime.mesh.handles import Handle
 from nrl.runtime.mesh.placement import Mesh
 
-__all__ = ["Params", "TrainState"]
+__all__ = ["OwningTrainer", "Params", "TrainState"]
 
 
 class OwningTrainer(Protocol):
