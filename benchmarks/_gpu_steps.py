@@ -14,8 +14,8 @@ from nrl.algos import sft_loss
 from nrl.backends import Model, Sampler, Trainer
 from nrl.backends.fsdp.torch_engine import TorchEngine
 from nrl.backends.models import lora
-from nrl.backends.training.loss_terms import global_weights
-from nrl.backends.training.packed_attention import packing_on
+from nrl.backends.training.layout.packed_attention import packing_on
+from nrl.backends.training.loss.loss_terms import global_weights
 from nrl.batch import Batch
 from nrl.batch.packed_rows import Rectangles
 from nrl.batch.prefixes import microbatches_by_prefix

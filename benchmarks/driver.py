@@ -48,9 +48,9 @@ from nrl.runtime.mesh.local import LocalCluster
 from nrl.runtime.mesh.placement import Mesh
 from nrl.runtime.mesh.processes import Processes
 from nrl.runtime.ray.call_arguments import Arguments
-from nrl.runtime.ray.messages import Receipt
+from nrl.runtime.ray.codec.messages import Receipt
+from nrl.runtime.ray.codec.pickling import serialized
 from nrl.runtime.ray.pending_call import Seat
-from nrl.runtime.ray.pickling import serialized
 from nrl.runtime.ray.processes import RayProcesses
 from nrl.runtime.venvs.registry import Executable
 

@@ -4,10 +4,10 @@
     python benchmarks/linear_logprobs.py --tokens 512           # a quick look
     python benchmarks/linear_logprobs.py --device cuda
 
-The functions are those of `nrl.backends.training.fused_logprobs`. Each variant runs in its own process, so that none
-inherits another's memory. The peak is the memory of a forward and a backward above hidden states, weight and targets
-(their gradients included): resident memory on a CPU (Linux only), memory given out by torch's allocator on a GPU.
-Seconds are the process's CPU seconds on a CPU, and wall-clock seconds on a GPU.
+The functions are those of `nrl.backends.training.outputs.fused_logprobs`. Each variant runs in its own process, so that
+none inherits another's memory. The peak is the memory of a forward and a backward above hidden states, weight and
+targets (their gradients included): resident memory on a CPU (Linux only), memory given out by torch's allocator on a
+GPU. Seconds are the process's CPU seconds on a CPU, and wall-clock seconds on a GPU.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nrl.backends.training.fused_logprobs import linear_logprobs
+from nrl.backends.training.outputs.fused_logprobs import linear_logprobs
 
 __all__ = ["main", "measure", "table"]
 

@@ -159,8 +159,9 @@ def test_a_worker_of_a_pool_loads_torch_with_its_first_tensor(given: str, monkey
     assert calls == ([59, start, 59, 59] if given == "a tensor" else [59, 59, 59])
 
 
-@pytest.mark.parametrize("package", [nrl, nrl.run, nrl.runtime])
-def test_all_names_of_a_package_are_there(package: Any) -> None:
+@pytest.mark.parametrize("name", ["nrl", "nrl.data", "nrl.rollout", "nrl.run", "nrl.runtime"])
+def test_all_names_of_a_package_are_there(name: str) -> None:
+    package: Any = importlib.import_module(name)
     assert {*package.__all__, "__doc__", "__path__"} <= set(dir(package))
     assert all(getattr(package, name) is getattr(package, name) for name in package.__all__)
 
@@ -185,3 +186,9 @@ def test_what_is_not_there_is_an_error_to_python_and_to_the_type_checker() -> No
         nrl.runtime._cluster  # type: ignore[attr-defined]  # noqa: B018
     with pytest.raises(ImportError, match="cannot import name 'rolout' from 'nrl'"):
         from nrl import rolout  # type: ignore[attr-defined]  # noqa: F401
+
+
+def test_a_public_function_stays_when_a_package_of_its_name_is_imported() -> None:
+    program = "import nrl, nrl.rollout.episode, nrl.run.folder; print(callable(nrl.rollout), callable(nrl.run))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "True True\n"

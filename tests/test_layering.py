@@ -53,7 +53,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("runtime.clusters",),
     ("runtime",),
-    ("backends.types", "backends.engine", "backends.sampling.base", "backends.training.save_plan"),
+    ("backends.types", "backends.engine", "backends.sampling.base", "backends.training.saving.save_plan"),
     ("backends.models",),
     ("backends.sampling", "backends.training"),
     ("backends.fsdp", "backends.hf", "backends.openai", "backends.vllm"),

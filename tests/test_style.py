@@ -16,18 +16,18 @@ class Limit(NamedTuple):
 
 
 LIMITS = {  # lower a ceiling after a change that improves the measure; `python -m tests.style` prints today's values
-    "participle functions": Limit(13.8, 2),  # percent of functions: `asked`, `told`, `made`
-    "vague locals": Limit(16.9, 0.5),  # percent of assignments: `each`, `found`, `said`
-    "vague parameters": Limit(7.8, 0.3),  # percent
-    "question docstrings": Limit(17.9, 2),  # percent of functions' and classes' that begin with What, Whether, Of ...
+    "participle functions": Limit(13.4, 2),  # percent of functions: `asked`, `told`, `made`
+    "vague locals": Limit(16.3, 0.5),  # percent of assignments: `each`, `found`, `said`
+    "vague parameters": Limit(7.7, 0.3),  # percent
+    "question docstrings": Limit(17.5, 2),  # percent of functions' and classes' that begin with What, Whether, Of ...
     "question modules": Limit(12.0, 2),  # percent of modules'
     "pronouns": Limit(7.6, 3),  # percent of docstrings' words: those, that, what, such, there ...
     "comment fragments": Limit(26.0, 5),  # percent of comments that begin within a clause: which, of, that ...
     "repeated classes": Limit(40, 0),  # names of classes that stand more than once
-    "repeated modules": Limit(38, 0),  # likewise; base and types apart
+    "repeated modules": Limit(29, 0),  # likewise; base and types apart
     "Any per 1000 lines": Limit(54.3, 20),  # of code
-    "long modules": Limit(20, 0),  # of more than 400 lines
-    "files beyond a room": Limit(48, 0),  # in folders of more than 20; nrl/algos apart
+    "long modules": Limit(19, 0),  # of more than 400 lines
+    "files beyond a room": Limit(27, 0),  # in folders of more than 20; nrl/algos apart
     "prose lines": Limit(25, 25),  # percent of lines that are comments or docstrings
 }
 COMMENT_LINES = Limit(0.2, 2)  # percent of lines; a floor, which may only rise

@@ -8,9 +8,9 @@ from nrl.backends.engine import SampleEngine, TrainEngine
 from nrl.backends.models.loading import load_tokenizer
 from nrl.backends.sampling.base import Capabilities, Sampler
 from nrl.backends.sampling.weight_sync import publish
-from nrl.backends.training.eval_loss import evaluate
-from nrl.backends.training.lr_schedule import Schedule
-from nrl.backends.training.optimizers import Group, Optimizer, adamw, learning_rate, muon, own, sgd
+from nrl.backends.training.loss.eval_loss import evaluate
+from nrl.backends.training.optim.lr_schedule import Schedule
+from nrl.backends.training.optim.optimizers import Group, Optimizer, adamw, learning_rate, muon, own, sgd
 from nrl.backends.training.states import Params, TrainState
 from nrl.backends.training.trainer import Trainer, TrainStep
 from nrl.backends.types import Completion, Media, Model, Sampling

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nrl.algos import Loss
-from nrl.backends.training.save_plan import ToSave
+from nrl.backends.training.saving.save_plan import ToSave
 from nrl.backends.types import Bucket, Chunks, Piece, Sampling
 from nrl.batch import Batch
 from nrl.batch.metrics import Metrics
@@ -110,9 +110,9 @@ class TrainEngine[S, M](Protocol):
         """One optimizer step on the sum over micro-batches of ``total / weights[term]``.
 
         The metrics are those of the loss, ``loss``, ``grad_norm``, ``lr``, ``tokens``, and `mismatch_metrics` of the
-        outputs; `nrl.backends.training.value_and_grad.value_and_grad` has them with the loss. An engine that computes
-        what rows have in common once adds ``tokens/computed`` and ``tokens/saved``
-        (`nrl.backends.training.step_sums.StepSums.over_all`).
+        outputs; `nrl.backends.training.loss.value_and_grad.value_and_grad` has them with the loss. An engine that
+        computes what rows have in common once adds ``tokens/computed`` and ``tokens/saved``
+        (`nrl.backends.training.loss.step_sums.StepSums.over_all`).
 
         It either steps once, or raises and leaves the state as it was.
 

@@ -8,7 +8,7 @@ import torch
 
 from nrl.backends.models.exporting import export_described
 from nrl.backends.models.model_files import DESCRIPTION
-from nrl.backends.training.storage import weights
+from nrl.backends.training.saving.storage import weights
 from nrl.cli.evaluation import kept
 from nrl.errors import CheckpointError
 from nrl.files import (

@@ -16,6 +16,7 @@ import uvloop
 
 from nrl.arguments import checked
 from nrl.backends import Model, Sampling
+from nrl.cli.answering import Answers
 from nrl.cli.evaluation import exported, sampler_of
 from nrl.envs.endpoint.application import LARGEST, application
 from nrl.envs.gym.front import allowed_hosts
@@ -23,7 +24,6 @@ from nrl.envs.gym.listening import Listener, listening
 from nrl.envs.gym.serving import address, check_reach
 from nrl.errors import ConfigError
 from nrl.log.redaction import keep_secret
-from nrl.rollout.answering import Answers
 
 __all__ = ["Serving", "main"]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from nrl.backends.training.batch_checks import check_sampled
+from nrl.backends.training.loss.batch_checks import check_sampled
 from nrl.batch import Batch, require
 from nrl.batch.columns import DROPPED_TOKENS
 from nrl.batch.metrics import Max, Mean, Metrics, Sum, over_something, prefixed

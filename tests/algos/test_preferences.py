@@ -42,7 +42,7 @@ from nrl.algos import (
     squared,
     token_mean,
 )
-from nrl.backends.training.loss_terms import terms_of
+from nrl.backends.training.loss.loss_terms import terms_of
 from nrl.batch import Batch, assign
 from nrl.batch.metrics import Mean, finalize
 from nrl.errors import BatchError, MissingColumn

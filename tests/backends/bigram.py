@@ -17,8 +17,8 @@ from torch import Tensor
 from nrl.algos import Loss, mismatch_metrics
 from nrl.backends import Completion, Sampling
 from nrl.backends.models.shards import Filling, whole
-from nrl.backends.training.loss_terms import check_weights, terms_of
-from nrl.backends.training.save_plan import ToSave
+from nrl.backends.training.loss.loss_terms import check_weights, terms_of
+from nrl.backends.training.saving.save_plan import ToSave
 from nrl.backends.types import Bucket, Chunks, Piece
 from nrl.batch import Batch, lengths
 from nrl.batch.metrics import Metrics, Sum, merge

@@ -26,8 +26,8 @@ from nrl.algos import Loss, needed, sft_loss
 from nrl.backends import Model, adamw
 from nrl.backends.fsdp.torch_engine import TorchEngine
 from nrl.backends.models import loading
-from nrl.backends.training.batch_checks import with_shares
-from nrl.backends.training.loss_terms import global_weights
+from nrl.backends.training.loss.batch_checks import with_shares
+from nrl.backends.training.loss.loss_terms import global_weights
 from nrl.backends.training.trainer import Trainer
 from nrl.backends.training.weight_stream import whole_weights
 from nrl.batch import Batch, deal, lengths

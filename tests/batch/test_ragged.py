@@ -14,8 +14,8 @@ from nrl.batch.ragged import is_ragged, numbered, ragged, rows_of
 from nrl.errors import ColumnError, MutatedBatch, PlacementError
 from nrl.run.checkpoint.serialization import decode, encode
 from nrl.runtime import P, shard_map
-from nrl.runtime.ray.pickling import deserialized, serialized
-from nrl.runtime.ray.tensors import rows_serializer
+from nrl.runtime.ray.codec.pickling import deserialized, serialized
+from nrl.runtime.ray.codec.tensors import rows_serializer
 from nrl.runtime.ray.worker import _digest
 
 COUNTS = [2, 0, 1, 3]

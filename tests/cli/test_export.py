@@ -18,7 +18,7 @@ import nrl
 from nrl import tiny
 from nrl.algos import sft_loss
 from nrl.backends import Model, fsdp, hf
-from nrl.backends.training.storage import weights
+from nrl.backends.training.saving.storage import weights
 from nrl.cli.cli import main
 from nrl.cli.export import Export
 from nrl.cli.export import main as export

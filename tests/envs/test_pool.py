@@ -24,7 +24,7 @@ from nrl.envs.pools.calls import NoRoom, Pool
 from nrl.envs.pools.pool import _elsewhere
 from nrl.envs.pools.processes import Process, Python, here
 from nrl.errors import EnvError, ExecutableError, PlacementError, ShippingError
-from nrl.runtime.ray.pickling import deserialized, serialized
+from nrl.runtime.ray.codec.pickling import deserialized, serialized
 from nrl.runtime.venvs.recipes import recipe
 from tests.processes import alive, settled
 from tests.rollout.scripted import TASKS, Scripted

@@ -14,7 +14,7 @@ from torch import Tensor
 import nrl
 from nrl import algos
 from nrl.algos import Aggregate, Loss, policy_loss
-from nrl.backends.training.batch_checks import with_shares
+from nrl.backends.training.loss.batch_checks import with_shares
 from nrl.batch import Batch
 from nrl.batch.metrics import Mean
 from nrl.errors import BatchError, MissingColumn

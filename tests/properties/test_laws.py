@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 import nrl
 from nrl.algos import Loss, output_shape, token_mean
-from nrl.backends.training.loss_terms import global_weights, terms_of
+from nrl.backends.training.loss.loss_terms import global_weights, terms_of
 from nrl.batch import Batch, Parts
 from nrl.batch.metrics import Mean, Metrics, finalize, merge
 from tests.properties.strategies import (

@@ -13,9 +13,9 @@ import nrl
 from nrl.batch import Batch
 from nrl.errors import MutatedBatch
 from nrl.runtime.mesh.processes import Rows
-from nrl.runtime.ray.pickling import deserialized, serialized, size
-from nrl.runtime.ray.ragged_codec import Unpadded
-from nrl.runtime.ray.tensors import rows_serializer
+from nrl.runtime.ray.codec.pickling import deserialized, serialized, size
+from nrl.runtime.ray.codec.ragged_codec import Unpadded
+from nrl.runtime.ray.codec.tensors import rows_serializer
 
 DTYPES = (
     torch.bool, torch.uint8, torch.int16, torch.int64, torch.bfloat16, torch.float16, torch.float32, torch.float64,

@@ -20,8 +20,9 @@ from nrl import algos
 from nrl.algos import Loss, needs, token_mean
 from nrl.backends import Model, Trainer, fsdp
 from nrl.backends.models.loading import build
-from nrl.backends.training import microbatch_plan, output_heads
-from nrl.backends.training.fused_logprobs import linear_logprobs
+from nrl.backends.training.layout import microbatch_plan
+from nrl.backends.training.outputs import output_heads
+from nrl.backends.training.outputs.fused_logprobs import linear_logprobs
 from nrl.batch import Batch
 from nrl.batch.metrics import Mean, Metrics, Sum
 from nrl.batch.packed_rows import Packing

@@ -16,7 +16,7 @@ from torch import Tensor
 import nrl
 from nrl.algos import Loss
 from nrl.backends import Model, Trainer, adamw, fsdp
-from nrl.backends.training import microbatch_plan
+from nrl.backends.training.layout import microbatch_plan
 from nrl.batch import Batch
 from nrl.batch.metrics import finalize
 from nrl.batch.packed_rows import Packing

@@ -16,9 +16,9 @@ from torch import Tensor
 import nrl
 from nrl.algos import Loss, needs, sft_loss, token_mean
 from nrl.backends import Model, Trainer, adamw, fsdp
-from nrl.backends.training import loss_terms
-from nrl.backends.training.loss_checks import check_law
-from nrl.backends.training.loss_terms import LOGPROBS, global_weights
+from nrl.backends.training.loss import loss_terms
+from nrl.backends.training.loss.loss_checks import check_law
+from nrl.backends.training.loss.loss_terms import LOGPROBS, global_weights
 from nrl.batch import Batch
 from nrl.batch.metrics import Mean, Metrics, finalize
 from nrl.errors import LossError, MutatedBatch, NotFinite, WeightError

@@ -9,7 +9,7 @@ from torch import Tensor
 from nrl.algos import Loss, ids_column, needed, output_kind, output_shape
 from nrl.backends.models import weight_layout
 from nrl.backends.models.shards import wholes
-from nrl.backends.training.loss_terms import terms_of
+from nrl.backends.training.loss.loss_terms import terms_of
 from nrl.batch import Batch, lengths
 
 __all__ = ["gradients", "outputs", "tensors_in_files"]

@@ -75,7 +75,7 @@ class Gate:
                 assert self.open.wait(MINUTE)
             return write(path, parts)
 
-        monkeypatch.setattr("nrl.backends.training.save_plan.write_file", writes)
+        monkeypatch.setattr("nrl.backends.training.saving.save_plan.write_file", writes)
 
 
 @pytest.fixture
@@ -227,7 +227,7 @@ def test_an_error_of_a_writer_does_not_hide_that_of_the_program(
         if step == 1:
             raise ZeroDivisionError
 
-    monkeypatch.setattr("nrl.backends.training.save_plan.write_file", fails)
+    monkeypatch.setattr("nrl.backends.training.saving.save_plan.write_file", fails)
     with pytest.raises(ZeroDivisionError):
         train(Config(f"{tmp_path}"), at)
     said = f"save: {tmp_path}/checkpoints/train/000002 is not complete: save: the checkpoint {tmp_path}/"

@@ -1,11 +1,11 @@
-"""Attention over packed rows (`nrl.backends.training.packed_attention`), as transformers' models call it."""
+"""Attention over packed rows (`nrl.backends.training.layout.packed_attention`), as transformers' models call it."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nrl.backends.training.packed_attention import OverRectangles, OverSequences
+from nrl.backends.training.layout.packed_attention import OverRectangles, OverSequences
 from nrl.errors import ModelError
 
 __all__ = ["NAME", "register_attention"]

@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from nrl.backends.fsdp import sharding
 from nrl.backends.models import weight_layout
 from nrl.backends.models.named_weights import a_few, is_head, weight_name
-from nrl.backends.training.muon import Muon
-from nrl.backends.training.optimizers import Group, Optimizer
-from nrl.backends.training.stochastic_rounding import RoundedAdamW
-from nrl.backends.training.storage import KEYS
+from nrl.backends.training.optim.muon import Muon
+from nrl.backends.training.optim.optimizers import Group, Optimizer
+from nrl.backends.training.optim.stochastic_rounding import RoundedAdamW
+from nrl.backends.training.saving.storage import KEYS
 from nrl.errors import ModelError
 
 __all__ = ["Together", "TorchOptimizer", "build_optimizer", "optimizer_kind"]

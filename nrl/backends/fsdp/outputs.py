@@ -7,9 +7,9 @@ from typing import Any
 
 from nrl.backends.models.moe_routers import replaying
 from nrl.backends.models.named_weights import SCORE, head_weight
-from nrl.backends.training import packed_attention
-from nrl.backends.training.microbatch_plan import Outputs, Plan
-from nrl.backends.training.output_heads import numbers, predictions, states
+from nrl.backends.training.layout import packed_attention
+from nrl.backends.training.layout.microbatch_plan import Outputs, Plan
+from nrl.backends.training.outputs.output_heads import numbers, predictions, states
 
 __all__ = ["compute"]
 

@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 from nrl.backends.fsdp import attention
 from nrl.backends.models.named_weights import head_weight
 from nrl.backends.models.tiny_config import miniature
-from nrl.backends.training import packed_attention
+from nrl.backends.training.layout import packed_attention
 from nrl.batch.packed_rows import Packing
 from nrl.batch.packing import pack
 from nrl.errors import ModelError

@@ -1,4 +1,4 @@
-"""What the torch engine stores of a model and its optimizer, by the names of `nrl.backends.training.storage`."""
+"""What the torch engine stores of a model and its optimizer, by the names of `nrl.backends.training.saving.storage`."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +13,7 @@ from nrl.backends.fsdp.optimizer import TorchOptimizer
 from nrl.backends.models import weight_layout
 from nrl.backends.models.named_weights import a_few, named_tensors, weight_name
 from nrl.backends.models.shards import whole
-from nrl.backends.training.storage import KEYS, MODEL, MOMENTS, NUMBER
+from nrl.backends.training.saving.storage import KEYS, MODEL, MOMENTS, NUMBER
 from nrl.backends.types import Piece
 from nrl.errors import CheckpointError
 

@@ -29,19 +29,19 @@ from nrl.backends.models.lazy_weights import Unread
 from nrl.backends.models.model_files import save_beside
 from nrl.backends.models.moe_routers import sizes
 from nrl.backends.models.named_weights import head_weight
-from nrl.backends.training import storage
 from nrl.backends.training.activation_checkpoint import Checkpointing, options_of
 from nrl.backends.training.adapters import Adapter, params_of
 from nrl.backends.training.collectives import HeldError, Peers
 from nrl.backends.training.flops import cost
-from nrl.backends.training.h2d import to_device
-from nrl.backends.training.mask_probe import Curious
-from nrl.backends.training.microbatch_plan import Outputs, Plan, left_out_of, plan, read_by, with_outputs
-from nrl.backends.training.optimizers import Optimizer, set_learning_rate
-from nrl.backends.training.output_heads import LARGE, PROVIDES, widths
+from nrl.backends.training.layout.h2d import to_device
+from nrl.backends.training.layout.microbatch_plan import Outputs, Plan, left_out_of, plan, read_by, with_outputs
+from nrl.backends.training.loss.mask_probe import Curious
+from nrl.backends.training.loss.step_sums import IDLE, StepSums, check_norm, evened, step_metrics
+from nrl.backends.training.optim.optimizers import Optimizer, set_learning_rate
+from nrl.backends.training.outputs.output_heads import LARGE, PROVIDES, widths
 from nrl.backends.training.router_replay import where_routed
-from nrl.backends.training.save_plan import ToSave
-from nrl.backends.training.step_sums import IDLE, StepSums, check_norm, evened, step_metrics
+from nrl.backends.training.saving import storage
+from nrl.backends.training.saving.save_plan import ToSave
 from nrl.backends.training.weight_stream import written_whole
 from nrl.backends.types import Model, Piece
 from nrl.batch import Batch

@@ -12,7 +12,7 @@ import torch
 
 from nrl.arguments import checked
 from nrl.backends.engine import TrainEngine
-from nrl.backends.training.optimizers import Optimizer
+from nrl.backends.training.optim.optimizers import Optimizer
 from nrl.backends.training.trainer import Trainer, make_trainer
 from nrl.backends.types import Model
 from nrl.batch.packed_rows import Packing, Rectangles, Sequences
@@ -108,7 +108,7 @@ def _make_engine(
     from nrl.backends.megatron.megatron_engine import MegatronEngine
     from nrl.backends.megatron.options import options as sorted_options
     from nrl.backends.training.device_metrics import device_of
-    from nrl.backends.training.packed_attention import packing_on
+    from nrl.backends.training.layout.packed_attention import packing_on
     from nrl.runtime import cuda_allocator, process
 
     where = device_of("megatron.trainer", device)

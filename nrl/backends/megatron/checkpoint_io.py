@@ -17,9 +17,9 @@ from nrl.backends.models.exporting import export_weights
 from nrl.backends.models.model_files import save_beside
 from nrl.backends.models.named_weights import named_tensors
 from nrl.backends.models.shards import nothing, wholes
-from nrl.backends.training import storage
 from nrl.backends.training.adapters import Adapter, params_of
-from nrl.backends.training.save_plan import ToSave
+from nrl.backends.training.saving import storage
+from nrl.backends.training.saving.save_plan import ToSave
 from nrl.backends.training.weight_stream import written_whole
 from nrl.backends.types import Model, Piece
 from nrl.files import Folder

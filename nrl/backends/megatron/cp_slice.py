@@ -5,9 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nrl.backends.training.h2d import to_device
-from nrl.backends.training.microbatch_plan import Plan
-from nrl.backends.training.packed_attention import OverRectangles, OverSequences, over
+from nrl.backends.training.layout.h2d import to_device
+from nrl.backends.training.layout.microbatch_plan import Plan
+from nrl.backends.training.layout.packed_attention import OverRectangles, OverSequences, over
 from nrl.batch.packed_rows import Block, Rectangles, Sequences
 
 __all__ = ["Tokens", "cut", "filled_up", "tokens"]
@@ -39,7 +39,7 @@ def tokens(work: Plan, least: int, multiple: int, count: int, rank: int, device:
     """What one of ``count`` processes along cp computes on.
 
     Args:
-        work: from `nrl.backends.training.microbatch_plan.plan`, with packed rows.
+        work: from `nrl.backends.training.layout.microbatch_plan.plan`, with packed rows.
         least: how many tokens all processes have together at least; padding fills them up.
         multiple: of which the number of a process's tokens has to be.
         count: of processes along cp.

@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 
 from nrl.backends.megatron.experts import experts
-from nrl.backends.training.packed_attention import OverRectangles, OverSequences
+from nrl.backends.training.layout.packed_attention import OverRectangles, OverSequences
 
 __all__ = ["PackedGPT", "Rows", "block"]
 
@@ -60,7 +60,7 @@ class _PackedAttention(MegatronModule):  # type: ignore[misc]  # Megatron has no
     """Attention over packed rows. Along cp, each process has some queries, and gathers all keys and values.
 
     Args:
-        windows: for each layer of the model, as in `nrl.backends.training.packed_attention`.
+        windows: for each layer of the model, as in `nrl.backends.training.layout.packed_attention`.
     """
 
     def __init__(

@@ -29,18 +29,18 @@ from nrl.backends.megatron.weights import joined, own, spoken
 from nrl.backends.models import loading, lora, weight_layout
 from nrl.backends.models.named_weights import head_weight, named_tensors
 from nrl.backends.models.shards import Filling, whole
-from nrl.backends.training import storage
 from nrl.backends.training.adapters import Adapter, params_of
 from nrl.backends.training.collectives import HeldError
 from nrl.backends.training.expert_load import balance
-from nrl.backends.training.h2d import to_device
-from nrl.backends.training.mask_probe import Curious
-from nrl.backends.training.microbatch_plan import Outputs, Plan, left_out_of, plan, read_by, with_outputs
-from nrl.backends.training.optimizers import Optimizer, set_learning_rate
-from nrl.backends.training.output_heads import PROVIDES, widths
+from nrl.backends.training.layout.h2d import to_device
+from nrl.backends.training.layout.microbatch_plan import Outputs, Plan, left_out_of, plan, read_by, with_outputs
+from nrl.backends.training.loss.mask_probe import Curious
+from nrl.backends.training.loss.step_sums import IDLE, StepSums, check_norm, evened, step_metrics
+from nrl.backends.training.optim.optimizers import Optimizer, set_learning_rate
+from nrl.backends.training.outputs.output_heads import PROVIDES, widths
 from nrl.backends.training.router_replay import where_routed
-from nrl.backends.training.save_plan import ToSave
-from nrl.backends.training.step_sums import IDLE, StepSums, check_norm, evened, step_metrics
+from nrl.backends.training.saving import storage
+from nrl.backends.training.saving.save_plan import ToSave
 from nrl.backends.types import Model, Piece
 from nrl.batch import Batch
 from nrl.batch.metrics import Metrics

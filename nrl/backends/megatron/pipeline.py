@@ -20,10 +20,10 @@ from nrl.backends.megatron.cp_slice import Tokens
 from nrl.backends.megatron.families import Architecture
 from nrl.backends.megatron.groups import Groups, instances
 from nrl.backends.megatron.layers import PackedGPT, Rows, block
-from nrl.backends.training.h2d import to_device
-from nrl.backends.training.microbatch_plan import Outputs, Plan
-from nrl.backends.training.output_heads import numbers, predictions, states
-from nrl.backends.training.vocab_parallel import VocabularyShard
+from nrl.backends.training.layout.h2d import to_device
+from nrl.backends.training.layout.microbatch_plan import Outputs, Plan
+from nrl.backends.training.outputs.output_heads import numbers, predictions, states
+from nrl.backends.training.outputs.vocab_parallel import VocabularyShard
 from nrl.runtime.mesh.layout import Layout
 
 __all__ = ["Stages", "build", "optimizer", "outputs", "passes", "replicas"]

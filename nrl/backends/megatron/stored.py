@@ -1,4 +1,4 @@
-"""What the Megatron engine stores of its stages and their optimizer, by the names of `nrl.backends.training.storage`.
+"""State of the Megatron engine, its stages and their optimizer, by the names in a checkpoint.
 
 Every piece is a view, so that reading fills what is there. Megatron's distributed optimizer gives each process a range
 of the numbers of a parameter, one after the other; in the weight's own shape that is up to three blocks.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nrl.backends.megatron.groups import Groups
 from nrl.backends.megatron.weights import own
-from nrl.backends.training.storage import KEYS, MODEL, MOMENTS
+from nrl.backends.training.saving.storage import KEYS, MODEL, MOMENTS
 from nrl.backends.types import Piece
 
 __all__ = ["fresh_moments", "of_model", "of_training", "ranges", "updated"]

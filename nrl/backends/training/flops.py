@@ -11,7 +11,7 @@ from torch import nn
 
 from nrl.backends.models.moe_routers import routers, sizes
 from nrl.backends.models.named_weights import is_head, weight_name
-from nrl.backends.training.microbatch_plan import Plan
+from nrl.backends.training.layout.microbatch_plan import Plan
 from nrl.batch.packed_rows import Rectangles
 
 __all__ = ["Cost", "cost", "step_flops"]
@@ -83,7 +83,7 @@ def step_flops(found: Cost, work: Plan) -> float:
 
     >>> from nrl.batch import Batch
     >>> from nrl.batch.packed_rows import Sequences
-    >>> from nrl.backends.training.microbatch_plan import plan, predicted
+    >>> from nrl.backends.training.layout.microbatch_plan import plan, predicted
     >>> batch = Batch({"input_ids": torch.tensor([[5, 6, 7]])}, batch_size=[1])  # two tokens predict: 1 + 2 pairs
     >>> step_flops(Cost(100.0, 10.0, ((1.0, None), (1.0, 1))), plan(batch, predicted(batch), Sequences, words=8))
     225.0

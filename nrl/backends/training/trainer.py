@@ -20,9 +20,11 @@ from nrl.backends.models.exporting import export_described
 from nrl.backends.models.loading import load_configs
 from nrl.backends.models.model_files import DESCRIPTION, description
 from nrl.backends.models.positions import count_positions
-from nrl.backends.training import shared_fs, weight_stream, worker
-from nrl.backends.training.async_save import all_written
-from nrl.backends.training.batch_checks import (
+from nrl.backends.training import weight_stream, worker
+from nrl.backends.training.determinism import refusing
+from nrl.backends.training.device_metrics import PREFIX
+from nrl.backends.training.layout.microbatch_plan import check_room
+from nrl.backends.training.loss.batch_checks import (
     check_finite,
     check_needs,
     check_sampled,
@@ -33,12 +35,11 @@ from nrl.backends.training.batch_checks import (
     with_columns,
     with_shares,
 )
-from nrl.backends.training.determinism import refusing
-from nrl.backends.training.device_metrics import PREFIX
-from nrl.backends.training.loss_checks import check_law
-from nrl.backends.training.loss_terms import LOGPROBS, global_weights
-from nrl.backends.training.microbatch_plan import check_room
-from nrl.backends.training.output_heads import LARGE
+from nrl.backends.training.loss.loss_checks import check_law
+from nrl.backends.training.loss.loss_terms import LOGPROBS, global_weights
+from nrl.backends.training.outputs.output_heads import LARGE
+from nrl.backends.training.saving import shared_fs
+from nrl.backends.training.saving.async_save import all_written
 from nrl.backends.training.states import Params, TrainState
 from nrl.backends.types import Bucket, Model
 from nrl.backends.types import top_k as top_k_named

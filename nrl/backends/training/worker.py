@@ -15,7 +15,7 @@ from nrl.backends.models.shards import rounded
 from nrl.backends.training.collectives import pickled
 from nrl.backends.training.determinism import refusing
 from nrl.backends.training.device_metrics import measuring
-from nrl.backends.training.save_plan import ToSave
+from nrl.backends.training.saving.save_plan import ToSave
 from nrl.backends.training.weight_stream import Reading
 from nrl.backends.types import outputs_of, top_k_of
 from nrl.batch import Batch

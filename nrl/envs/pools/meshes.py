@@ -18,7 +18,7 @@ from nrl.envs.pools.worker import Sessions
 from nrl.errors import DeadlineExceeded, EnvError, LostActor, NrlError, ShippingError
 from nrl.runtime.mesh.futures import Submitted
 from nrl.runtime.mesh.placement import Mesh
-from nrl.runtime.ray.exceptions import Raised, carried
+from nrl.runtime.ray.codec.exceptions import Raised, carried
 
 __all__ = ["Rank"]
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from nrl.envs.pools import child
 from nrl.envs.pools.worker import packed, unpacked
 from nrl.errors import EnvError
-from nrl.runtime.ray.pickling import holds_tensors
+from nrl.runtime.ray.codec.pickling import holds_tensors
 from nrl.runtime.venvs.environments import Recipe
 from nrl.runtime.venvs.recipes import recipe
 from nrl.runtime.venvs.registry import Executable

@@ -23,8 +23,8 @@ from nrl.envs.policy_inputs import read_observation, read_prompt
 from nrl.envs.pools.frames import framed, unframed
 from nrl.envs.return_values import is_reset, read_reset, read_step
 from nrl.errors import EnvError
-from nrl.runtime.ray.exceptions import Raised, carried
-from nrl.runtime.ray.pickling import deserialized, serialized
+from nrl.runtime.ray.codec.exceptions import Raised, carried
+from nrl.runtime.ray.codec.pickling import deserialized, serialized
 
 __all__ = ["Sessions", "main", "packed", "receive", "send", "unpacked"]
 
@@ -95,7 +95,7 @@ class Sessions:
         return self._loop.run_until_complete(awaited(value)) if inspect.isawaitable(value) else value
 
     def _prepare(self) -> None:
-        importlib.import_module("nrl.runtime.ray.tensors")
+        importlib.import_module("nrl.runtime.ray.codec.tensors")
 
     def _reset(self, task: Any) -> Any:
         value = self._call(self._fn.reset, task)

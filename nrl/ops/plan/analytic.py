@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import attrs
 
-from nrl.backends.training.fused_logprobs import KEEP_BYTES
-from nrl.backends.training.head_chunks import of_device
+from nrl.backends.training.outputs.fused_logprobs import KEEP_BYTES
+from nrl.backends.training.outputs.head_chunks import of_device
 from nrl.errors import ConfigError
 from nrl.ops.plan.optimizer_cost import kept_bytes, orthogonalised, orthogonalising
 from nrl.ops.plan.shapes import Shape, shape

@@ -10,7 +10,7 @@ import attrs
 
 from nrl import config
 from nrl.arguments import checked
-from nrl.backends.training.optimizers import Optimizer
+from nrl.backends.training.optim.optimizers import Optimizer
 from nrl.errors import ConfigError, ModelError
 from nrl.ops.plan.gpus import GPUS, Gpu
 from nrl.ops.plan.report import GIB, nearest_line, report, search_lines

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from nrl.backends.training.optimizers import Optimizer
+from nrl.backends.training.optim.optimizers import Optimizer
 from nrl.errors import ConfigError
 from nrl.ops.plan.shapes import Shape
 

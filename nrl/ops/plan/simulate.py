@@ -19,10 +19,10 @@ from nrl.backends.fsdp.torch_engine import TorchEngine
 from nrl.backends.fsdp.torch_state import TorchState
 from nrl.backends.models import lora
 from nrl.backends.training import worker
-from nrl.backends.training.loss_terms import global_weights
-from nrl.backends.training.lr_schedule import Schedule
-from nrl.backends.training.optimizers import Optimizer
-from nrl.backends.training.packed_attention import packing_on
+from nrl.backends.training.layout.packed_attention import packing_on
+from nrl.backends.training.loss.loss_terms import global_weights
+from nrl.backends.training.optim.lr_schedule import Schedule
+from nrl.backends.training.optim.optimizers import Optimizer
 from nrl.backends.training.weight_stream import next_bucket
 from nrl.backends.types import Model
 from nrl.batch import Batch

@@ -13,12 +13,12 @@ from nrl.batch.columns import declared, declaring
 from nrl.batch.handles import without_handles
 from nrl.errors import ForeignState, MutatedBatch
 from nrl.runtime.mesh.processes import Donated, Rows
+from nrl.runtime.ray.codec.messages import FUNCTIONS, Argument
+from nrl.runtime.ray.codec.pickling import serialized, size
+from nrl.runtime.ray.codec.tensors import rows_serializer, written
 from nrl.runtime.ray.column_refs import column_of, handles_in, opened
-from nrl.runtime.ray.messages import FUNCTIONS, Argument
 from nrl.runtime.ray.pending_call import Call, MeshActors, Ref
-from nrl.runtime.ray.pickling import serialized, size
 from nrl.runtime.ray.results import Pending, PendingRows
-from nrl.runtime.ray.tensors import rows_serializer, written
 
 __all__ = ["Arguments", "Kept", "Stored"]
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nrl.errors import FailedStart, LostActor
-from nrl.runtime.ray.exceptions import Raised
+from nrl.runtime.ray.codec.exceptions import Raised
 
 __all__ = ["cause", "error_of", "is_death", "is_of_a_lost_value", "lost", "original", "raised"]
 

@@ -13,11 +13,11 @@ from nrl.errors import MutatedBatch
 from nrl.runtime.mesh.processes import Out
 from nrl.runtime.mesh.task_queue import THREADS, Desk, Helper, Task
 from nrl.runtime.ray.call_arguments import Arguments, Stored
+from nrl.runtime.ray.codec.messages import Order, Receipt, folded
+from nrl.runtime.ray.codec.pickling import deserialized
 from nrl.runtime.ray.failures import error_of, is_death, lost, raised
-from nrl.runtime.ray.messages import Order, Receipt, folded
 from nrl.runtime.ray.nodes import last_lines
 from nrl.runtime.ray.pending_call import Call, MeshActors, Ref
-from nrl.runtime.ray.pickling import deserialized
 from nrl.runtime.ray.results import Pending
 from nrl.runtime.trace import timeline
 

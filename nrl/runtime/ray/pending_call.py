@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, Protocol
 from nrl.errors import DeadlineExceeded, LostActor, MutatedBatch, PlacementError
 from nrl.log.slow_wait import SILENCE, wait_until
 from nrl.runtime.mesh.local import DIFFER
+from nrl.runtime.ray.codec.messages import NeverMade, Receipt
 from nrl.runtime.ray.failures import cause, error_of, is_death, is_of_a_lost_value, lost, raised
-from nrl.runtime.ray.messages import NeverMade, Receipt
 from nrl.runtime.trace import timeline
 
 __all__ = ["Call", "MeshActors", "Ref", "Seat"]

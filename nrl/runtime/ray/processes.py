@@ -14,8 +14,8 @@ from nrl.runtime.mesh.placement import Mesh
 from nrl.runtime.mesh.processes import Donated, Out
 from nrl.runtime.mesh.task_queue import Desk
 from nrl.runtime.ray.call_arguments import Arguments, Kept, Stored
+from nrl.runtime.ray.codec.messages import Order, folded
 from nrl.runtime.ray.helpers import ActorHelper, packed
-from nrl.runtime.ray.messages import Order, folded
 from nrl.runtime.ray.nodes import last_lines
 from nrl.runtime.ray.pending_call import Call, Ref, Seat
 from nrl.runtime.ray.results import ActorResults

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from nrl.runtime.ray.codec.pickling import deserialized
 from nrl.runtime.ray.pending_call import Call, Ref
-from nrl.runtime.ray.pickling import deserialized
 
 __all__ = ["ActorResults", "Pending", "PendingRows"]
 

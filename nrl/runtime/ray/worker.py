@@ -21,10 +21,10 @@ from nrl.runtime.intraop import set_threads
 from nrl.runtime.mesh.current_process import Process, entered, perform
 from nrl.runtime.mesh.offload import rest, wake
 from nrl.runtime.ports import store
-from nrl.runtime.ray.exceptions import carried
-from nrl.runtime.ray.messages import FUNCTIONS, Argument, NeverMade, Order, Receipt, unfolded
-from nrl.runtime.ray.pickling import deserialized, serialized
-from nrl.runtime.ray.shared_memory import Shared
+from nrl.runtime.ray.codec.exceptions import carried
+from nrl.runtime.ray.codec.messages import FUNCTIONS, Argument, NeverMade, Order, Receipt, unfolded
+from nrl.runtime.ray.codec.pickling import deserialized, serialized
+from nrl.runtime.ray.codec.shared_memory import Shared
 from nrl.runtime.ray.sockets import bind
 from nrl.runtime.trace import profiles
 from nrl.runtime.trace.timeline import stopwatch

@@ -20,7 +20,7 @@ from nrl.backends import Model, Sampling, adamw, fsdp, hf
 from nrl.backends.models import loading, lora, weight_layout
 from nrl.backends.models.named_weights import named_tensors
 from nrl.backends.models.shards import whole as whole_piece
-from nrl.backends.training.loss_terms import global_weights
+from nrl.backends.training.loss.loss_terms import global_weights
 from nrl.batch import Batch
 from nrl.errors import ModelError
 from nrl.runtime import Slots

@@ -18,7 +18,7 @@ from nrl.algos import sft_loss
 from nrl.backends import Model
 from nrl.backends.fsdp import mixed_precision
 from nrl.backends.models import loading
-from nrl.backends.training.loss_terms import global_weights
+from nrl.backends.training.loss.loss_terms import global_weights
 from tests.backends.fsdp.test_sharding import engine, everything
 from tests.backends.fsdp.test_torch_engine import CONFIGS, MIXED, OTHERS, batch_of
 from tests.backends.processes import Processes

@@ -22,8 +22,8 @@ from nrl.backends import Group, Model, Optimizer, adamw, muon, own, sgd
 from nrl.backends.fsdp.torch_engine import TorchEngine
 from nrl.backends.fsdp.torch_state import TorchState
 from nrl.backends.models import loading, weight_layout
-from nrl.backends.training import storage
-from nrl.backends.training.loss_terms import global_weights
+from nrl.backends.training.loss.loss_terms import global_weights
+from nrl.backends.training.saving import storage
 from nrl.batch.metrics import finalize
 from nrl.errors import CheckpointError, ModelError
 from nrl.runtime import Slots
@@ -31,7 +31,7 @@ from tests.backends.fsdp.test_experts import EXPERTS
 from tests.backends.fsdp.test_sharding import TINY_PARTS, everything, mine
 from tests.backends.fsdp.test_torch_engine import CONFIGS, MIXED, batch_of, make, stock_logprobs
 from tests.backends.processes import Processes
-from tests.backends.training.test_muon import placed
+from tests.backends.training.optim.test_muon import placed
 from tests.weights import assert_close, assert_equal, weights
 
 pytestmark = pytest.mark.timeout(600)

@@ -25,8 +25,8 @@ from nrl.backends.models import loading, weight_layout
 from nrl.backends.models.moe_routers import Routers, routers
 from nrl.backends.models.shards import whole as whole_piece
 from nrl.backends.sampling.pool import EnginePool
-from nrl.backends.training.loss_terms import global_weights
-from nrl.backends.training.microbatch_plan import plan
+from nrl.backends.training.layout.microbatch_plan import plan
+from nrl.backends.training.loss.loss_terms import global_weights
 from nrl.batch import Batch, assign, lengths
 from nrl.batch.metrics import finalize
 from nrl.batch.packed_rows import Packing

@@ -34,9 +34,9 @@ from nrl.backends.fsdp.torch_engine import TorchEngine
 from nrl.backends.fsdp.torch_state import TorchState
 from nrl.backends.models import loading, lora, named_weights
 from nrl.backends.training import worker
-from nrl.backends.training.batch_checks import with_shares
 from nrl.backends.training.collectives import HeldError, Peers, pickled
-from nrl.backends.training.loss_terms import global_weights
+from nrl.backends.training.loss.batch_checks import with_shares
+from nrl.backends.training.loss.loss_terms import global_weights
 from nrl.backends.training.weight_stream import whole_weights
 from nrl.backends.types import Piece, top_k
 from nrl.batch import Batch

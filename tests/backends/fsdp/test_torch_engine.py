@@ -25,7 +25,7 @@ from nrl.backends.fsdp.outputs import compute
 from nrl.backends.fsdp.torch_engine import TorchEngine
 from nrl.backends.models import loading, named_weights
 from nrl.backends.models.shards import fill, wholes
-from nrl.backends.training.loss_terms import global_weights
+from nrl.backends.training.loss.loss_terms import global_weights
 from nrl.batch import Batch, lengths
 from nrl.batch.metrics import Mean, Metrics, Sum, finalize
 from nrl.batch.packed_rows import Packing

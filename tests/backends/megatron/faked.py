@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 import nrl
 from nrl.backends import Model, adamw
-from nrl.backends.training.loss_terms import global_weights
+from nrl.backends.training.loss.loss_terms import global_weights
 from nrl.batch.prefixes import microbatches_by_prefix
 from nrl.ops.plan import fake_cuda
 from nrl.ops.plan.op_counter import Counting

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 import nrl
 from nrl.backends import Model
-from nrl.backends.training.loss_terms import global_weights
+from nrl.backends.training.loss.loss_terms import global_weights
 from nrl.batch.prefixes import microbatches_by_prefix
 from nrl.ops.plan.simulate import LOSSES, Step, rows
 from nrl.runtime import Layout

@@ -19,7 +19,7 @@ from nrl.backends import Model
 from nrl.backends.models import loading, lora
 from nrl.backends.models.named_weights import named_tensors
 from nrl.backends.models.shards import whole as whole_piece
-from nrl.backends.training.loss_terms import global_weights
+from nrl.backends.training.loss.loss_terms import global_weights
 from nrl.backends.training.weight_stream import whole_weights
 from nrl.errors import ModelError
 from nrl.runtime import Layout

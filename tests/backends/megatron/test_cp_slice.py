@@ -11,8 +11,8 @@ import nrl
 from nrl.backends.megatron.cp_slice import cut, filled_up, tokens
 from nrl.backends.megatron.groups import instances
 from nrl.backends.megatron.stored import ranges
-from nrl.backends.training.microbatch_plan import plan, predicted
-from nrl.backends.training.packed_attention import over
+from nrl.backends.training.layout.microbatch_plan import plan, predicted
+from nrl.backends.training.layout.packed_attention import over
 from nrl.backends.types import Piece
 from nrl.batch import Batch
 from nrl.batch.packed_rows import Packing, Sequences

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from nrl.algos import Loss
 from nrl.backends import Model
 from nrl.backends.models import lora
-from nrl.backends.training import head_chunks
-from nrl.backends.training.loss_terms import global_weights
+from nrl.backends.training.loss.loss_terms import global_weights
+from nrl.backends.training.outputs import head_chunks
 from nrl.backends.training.weight_stream import whole_weights
 from nrl.batch.metrics import finalize
 from nrl.runtime import Layout

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import nrl
 from nrl import algos
-from nrl.backends.training.batch_checks import with_shares
-from nrl.backends.training.loss_terms import global_weights
+from nrl.backends.training.loss.batch_checks import with_shares
+from nrl.backends.training.loss.loss_terms import global_weights
 from nrl.backends.training.weight_stream import whole_weights
 from nrl.batch import Batch
 from nrl.batch.metrics import finalize

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import pytest
 
-from nrl.backends.training.head_chunks import CHUNK_BYTES
+from nrl.backends.training.outputs.head_chunks import CHUNK_BYTES
 from nrl.ops.plan.analytic_megatron import closed_stages
 from nrl.ops.plan.simulate import Step
 from nrl.runtime import Layout

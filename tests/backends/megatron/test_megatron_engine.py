@@ -23,7 +23,7 @@ from nrl.algos import Loss, sft_loss, value_loss
 from nrl.backends import Group, Model, Optimizer, Schedule, adamw, megatron, muon, sgd
 from nrl.backends.fsdp.torch_engine import TorchEngine
 from nrl.backends.models import loading
-from nrl.backends.training.loss_terms import global_weights
+from nrl.backends.training.loss.loss_terms import global_weights
 from nrl.backends.training.weight_stream import whole_weights
 from nrl.backends.types import top_k
 from nrl.batch import Batch, deal

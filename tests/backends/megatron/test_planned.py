@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nrl.algos import sft_loss
 from nrl.backends import Model
-from nrl.backends.training.loss_terms import global_weights
+from nrl.backends.training.loss.loss_terms import global_weights
 from nrl.ops.plan.analytic_megatron import closed_megatron, parameters_of_stage
 from nrl.ops.plan.shapes import shape
 from nrl.ops.plan.simulate import Step

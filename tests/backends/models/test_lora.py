@@ -22,7 +22,7 @@ from nrl.algos import Loss, sft_loss
 from nrl.backends import Model, Params, Trainer, adamw, fsdp, hf, megatron
 from nrl.backends.fsdp.torch_state import TorchState
 from nrl.backends.models import loading, lora, named_weights
-from nrl.backends.training.loss_terms import global_weights
+from nrl.backends.training.loss.loss_terms import global_weights
 from nrl.backends.training.states import OwningTrainer
 from nrl.backends.vllm import adapters
 from nrl.batch import Batch

@@ -13,7 +13,7 @@ from nrl.backends import Model, adamw, fsdp
 from nrl.backends.models import lora
 from nrl.backends.training.device_metrics import FLOPS, measuring
 from nrl.backends.training.flops import Cost, cost, step_flops
-from nrl.backends.training.microbatch_plan import plan, predicted
+from nrl.backends.training.layout.microbatch_plan import plan, predicted
 from nrl.batch import Batch
 from nrl.batch.metrics import Metrics, Sum, finalize, merge
 from nrl.batch.packed_rows import Rectangles, Sequences

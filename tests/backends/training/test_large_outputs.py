@@ -20,10 +20,11 @@ from nrl.algos import LogitsOutput, Loss, add, from_logits, needed, needs, seq_m
 from nrl.backends import Model, Optimizer, adamw, fsdp
 from nrl.backends.models import lora
 from nrl.backends.models.named_weights import named_tensors, weights
-from nrl.backends.training import head_chunks, microbatch_plan
-from nrl.backends.training.head_functions import linear_logits, map_logits
-from nrl.backends.training.loss_checks import check_law
-from nrl.backends.training.loss_terms import global_weights
+from nrl.backends.training.layout import microbatch_plan
+from nrl.backends.training.loss.loss_checks import check_law
+from nrl.backends.training.loss.loss_terms import global_weights
+from nrl.backends.training.outputs import head_chunks
+from nrl.backends.training.outputs.head_functions import linear_logits, map_logits
 from nrl.batch import Batch, lengths
 from nrl.batch.metrics import Mean, Metrics, finalize
 from nrl.errors import BatchError, MissingColumn, MissingOutput, ModelError, WeightError
@@ -387,7 +388,7 @@ def test_the_weight_of_a_large_vocabulary_is_learnt_without_its_logits(monkeypat
     assert global_weights(selects, batch, widths=widths) == {"loss": pytest.approx(expected)}
     assert global_weights(loss_of_all, batch, widths=widths)["smooth"] == mask.sum()
     for numbers in (23 * 20, 2**24):
-        monkeypatch.setattr("nrl.backends.training.loss_terms._NUMBERS", numbers)
+        monkeypatch.setattr("nrl.backends.training.loss.loss_terms._NUMBERS", numbers)
         assert global_weights(looks_at_numbers, rows(), widths={"logits": 23}) == {"loss": 33.0}
 
 
@@ -477,8 +478,8 @@ def test_an_output_with_a_function_travels() -> None:
 def test_the_law_of_rows_holds_for_them(numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a few short rows alone are tried."""
     widths, always, batch = {"logits": 23, "hidden_states": 16}, {"logprobs"}, rows()
-    monkeypatch.setattr("nrl.backends.training.loss_checks._NUMBERS", numbers)
-    monkeypatch.setattr("nrl.backends.training.loss_terms._NUMBERS", numbers)
+    monkeypatch.setattr("nrl.backends.training.loss.loss_checks._NUMBERS", numbers)
+    monkeypatch.setattr("nrl.backends.training.loss.loss_terms._NUMBERS", numbers)
     for loss in (loss_of_all, loss_of_functions, add((1.0, sft_loss), (0.5, loss_of_functions))):
         weights = global_weights(loss, batch, always=always, widths=widths)
         assert check_law(loss, batch, weights, always, widths)

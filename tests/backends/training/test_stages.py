@@ -13,7 +13,7 @@ from torch import Tensor
 from nrl import P, shard_map
 from nrl.algos import Loss
 from nrl.backends.models.shards import Filling, whole
-from nrl.backends.training.save_plan import ToSave
+from nrl.backends.training.saving.save_plan import ToSave
 from nrl.backends.training.trainer import make_trainer
 from nrl.backends.types import Piece
 from nrl.batch import Batch, assign

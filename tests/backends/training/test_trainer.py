@@ -14,7 +14,7 @@ from tensordict import TensorDict
 import nrl
 from nrl.algos import Loss, needs, policy_loss, reinforce, sft_loss, token_mean, weighted_sft_loss
 from nrl.backends import Sampler, TrainEngine, Trainer, publish
-from nrl.backends.training.loss_terms import check_weights, global_weights, terms_of
+from nrl.backends.training.loss.loss_terms import check_weights, global_weights, terms_of
 from nrl.backends.training.trainer import make_trainer
 from nrl.backends.types import top_k
 from nrl.batch import Batch

@@ -9,8 +9,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from nrl.backends.fsdp.torch_engine import TorchEngine
-from nrl.backends.training.loss_terms import global_weights
-from nrl.backends.training.optimizers import adamw
+from nrl.backends.training.loss.loss_terms import global_weights
+from nrl.backends.training.optim.optimizers import adamw
 from nrl.backends.types import Model
 from nrl.batch.packed_rows import Rectangles, Sequences
 from nrl.batch.prefixes import microbatches_by_prefix
@@ -22,7 +22,7 @@ __all__ = ["measure", "most"]
 def measure(mesh: DeviceMesh | None, step: Step) -> dict[str, Any]:
     """Take three steps: measure the memory of the second one, and the products of the third.
 
-    Rows are packed as `nrl.backends.training.packed_attention.packing_on` has it for a GPU.
+    Rows are packed as `nrl.backends.training.layout.packed_attention.packing_on` has it for a GPU.
 
     Args:
         mesh: of this process; None: it is alone.

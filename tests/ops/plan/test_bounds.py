@@ -60,7 +60,7 @@ def check(found: dict[str, Any], peaks: dict[str, int], waits: Counter[tuple[str
     assert found["float32_products"] == {}, "a product of float32 matrices has been added"
     assert set(found["attention"]) == {"varlen"}
     again = {name.split(":")[0] for name in found["recomputed"]}
-    assert again <= {"layers", "attention", "backends/training/head_chunks.py"}, "more is computed again"
+    assert again <= {"layers", "attention", "backends/training/outputs/head_chunks.py"}, "more is computed again"
     # And 64 frequencies of positions, twice; and of each weight and moment that is saved whether it is finite
     held = found["parameters"] + found["moments"] + 512 + 256
     for name in ("save", "rest", "wake"):

@@ -14,8 +14,8 @@ import nrl
 from nrl import Layout, tiny
 from nrl.algos import sft_loss
 from nrl.backends import TRAINERS, Trainer, TrainState, adamw, fsdp
-from nrl.backends.training import storage
 from nrl.backends.training.collectives import Peers
+from nrl.backends.training.saving import storage
 from nrl.backends.types import Piece
 from nrl.batch import Batch
 from nrl.cli.evaluation import exported

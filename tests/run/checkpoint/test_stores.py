@@ -224,7 +224,7 @@ class Gate:
                 assert self.open.wait(60)
             return write(path, parts)
 
-        monkeypatch.setattr("nrl.backends.training.save_plan.write_file", writes)
+        monkeypatch.setattr("nrl.backends.training.saving.save_plan.write_file", writes)
 
 
 def test_steps_go_on_while_it_is_written(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

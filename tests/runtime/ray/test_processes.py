@@ -15,8 +15,8 @@ from benchmarks.driver import Nowhere, Parts, stood_in
 from nrl.batch import Batch, deal
 from nrl.runtime import P, shard_map
 from nrl.runtime.mesh.placement import Mesh
-from nrl.runtime.ray.messages import FUNCTIONS, unfolded
-from nrl.runtime.ray.pickling import deserialized, serialized
+from nrl.runtime.ray.codec.messages import FUNCTIONS, unfolded
+from nrl.runtime.ray.codec.pickling import deserialized, serialized
 from nrl.runtime.ray.results import Pending, PendingRows
 
 RANKS = 3

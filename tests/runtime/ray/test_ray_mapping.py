@@ -25,7 +25,7 @@ from nrl.errors import (
 )
 from nrl.runtime import Cluster, Executable, Mesh, P, Slots, donated, merged, process, resident, shard_map
 from nrl.runtime.mesh.processes import Out
-from nrl.runtime.ray.pickling import deserialized
+from nrl.runtime.ray.codec.pickling import deserialized
 
 pytestmark = pytest.mark.ray
 

@@ -1,0 +1,221 @@
+"""Checks that a loss treats each row alone, so that no split of a batch changes the gradient.
+
+A loss is any function, so the driver tries it on outputs that differ in each row and at each token. Its gradient on
+some rows has to be that on their halves, and its weight must not depend on outputs or padding.
+"""
+
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from nrl.algos import LogitsOutput, Loss, name_of, needed, output_kind, output_shape
+from nrl.backends.training.layout.microbatch_plan import columns_at, predicted
+from nrl.backends.training.loss.loss_terms import called, check_terms, check_weights, global_weights, no_gradient
+from nrl.backends.training.outputs.head_functions import call_on
+from nrl.batch import Batch, Parts, lengths, microbatches, pad, shard
+from nrl.batch.metrics import Mean
+from nrl.errors import WeightError
+
+__all__ = ["check_law"]
+
+_ROWS = 64
+"""The most rows whose gradients are compared."""
+
+_NUMBERS = 2**24
+"""The most numbers of a large output that are drawn, if a row has no more."""
+
+_DRAWS = 3
+"""How many sets of outputs are tried. A mean or a maximum over rows shows in each; a threshold may hide from one."""
+
+_CLOSE = 1e-4
+"""The fraction by which numbers may differ between calls on rows of one width, since each row adds up in one order."""
+
+_ROUGHLY = 0.1
+"""The same with more padding, where another order rounds differently, and a row's sum may go through an exponential."""
+
+_RATHER = (
+    "compute statistics of the batch, such as a mean to subtract or a maximum to divide by, on the driver, and read "
+    "them from a column"
+)
+
+
+def check_law(
+    loss: Loss,
+    batch: Batch,
+    weights: Mapping[str, float],
+    always: Collection[str],
+    widths: Mapping[str, int] = MappingProxyType({}),
+) -> bool:
+    """Check that weights ignore outputs and padding, and that terms and gradients add up over rows.
+
+    Args:
+        loss: any.
+        batch: the whole one.
+        weights: from `global_weights`.
+        always: outputs that every loss gets, in addition to those that it asks for.
+        widths: as `nrl.algos.output_shape` takes them. Where the loss reads such outputs, a few short rows are checked.
+            Functions of logits are checked if V is among them.
+
+    Returns:
+        Whether the batch was enough to check that.
+
+    Raises:
+        NoGradient: the loss depends on no output.
+        WeightError: the loss, or a function of logits that it needs, breaks the law.
+        TypeError: a function of logits returned something of another shape than it declared.
+
+    >>> from nrl.algos import sft_loss
+    >>> mask = torch.tensor([[False, True, True]] * 2)
+    >>> batch = Batch({"input_ids": mask.long(), "loss_mask": mask}, batch_size=[2])
+    >>> check_law(sft_loss, batch, {"loss": 4.0}, {"logprobs"})
+    True
+    """
+    name, outputs = name_of(loss), {*always, *needed(loss)}
+    _check_functions(name, outputs, batch, widths)
+    if large := [widths[output] for output in outputs if output in widths]:
+        some = _some(batch)
+        tokens = max(some["input_ids"][:1].numel(), _NUMBERS // max(large))
+        batch = max(microbatches(some, max_tokens=tokens), key=len)
+        if len(batch) < 2:
+            return False
+        weights = global_weights(loss, batch, always=always, widths=widths)
+    wide = pad(batch, batch["input_ids"].shape[-1] + 1)
+    with torch.no_grad():
+        whole = called(loss, wide, _drawn(outputs, wide, 0, widths))
+    check_terms(name, whole, weights)
+    check_weights(name, {key: float(term.weight) for key, term in whole.items()}, weights)
+    if len(batch) < 2:
+        return False
+    halves = [global_weights(loss, half, always=always, widths=widths) for half in shard(batch, 2)]
+    for half in halves:
+        check_terms(name, half, weights)
+    check_weights(name, {key: sum(half[key] for half in halves) for key in weights}, weights)
+    some = _some(batch)
+    return len(some) > 1 and all(_adds_up(loss, some, weights, outputs, seed, widths) for seed in range(_DRAWS))
+
+
+def _check_functions(name: str, outputs: Collection[str], batch: Batch, widths: Mapping[str, int]) -> None:
+    """Check on random logits that each function of logits treats a token the same alone and among others."""
+    functions = [output for output in sorted(outputs) if isinstance(output, LogitsOutput)]
+    if not functions or "logits" not in widths:
+        return
+    tokens = torch.nonzero(predicted(batch).flatten())[:4, 0]
+    logits = 3 * torch.randn(len(tokens), widths["logits"], generator=torch.Generator().manual_seed(0))
+    columns = columns_at(batch, functions, tokens)
+    for output in functions:
+        given = [columns[column] for column in output.columns]
+        with torch.no_grad():
+            together = call_on(output, logits, given).double()
+            alone = [call_on(output, logits[n : n + 1], [x[n : n + 1] for x in given]) for n in range(len(tokens))]
+        for n, one in enumerate(alone):
+            if not torch.allclose(one[0].double(), together[n], rtol=_CLOSE, atol=_CLOSE, equal_nan=True):
+                raise WeightError(
+                    f"{name}: {output} is {one[0].tolist()} for a token alone, but {together[n].tolist()} among "
+                    f"{len(tokens)} tokens. A function of logits treats each token alone, as its tokens are those of a "
+                    "chunk; let the loss compute statistics over the tokens of a row"
+                )
+
+
+def _some(batch: Batch) -> Batch:
+    """Rows from all over a batch; where it has a ``loss_mask``, of those that are trained on."""
+    rows = torch.arange(len(batch))
+    if "loss_mask" in batch.keys():
+        rows = torch.nonzero(batch["loss_mask"].flatten(1).any(1))[:, 0]
+    if len(rows) > _ROWS:
+        rows = rows[torch.linspace(0, len(rows) - 1, _ROWS).long()]
+    return Parts(batch, [rows])[0]
+
+
+def _drawn(outputs: Collection[str], batch: Batch, seed: int, widths: Mapping[str, int]) -> dict[str, Tensor]:
+    """Outputs such as models have, different in each row and at each token; 0 where a row has no token.
+
+    Each row has a scale of its own, within a factor of 16, and numbers with a long tail. So any two halves of the rows
+    have different means, deviations and maxima.
+    """
+    draw, found = torch.Generator().manual_seed(seed), {}
+    for key in sorted(outputs):
+        x = torch.empty(output_shape(key, batch, widths)).exponential_(generator=draw)
+        per_row = (len(batch), *[1] * (x.ndim - 1))
+        x = x * 2 ** (4 * torch.rand(per_row, generator=draw) - 2)
+        if output_kind(key) in ("logprobs", "logprobs_at"):
+            x = -x
+        elif output_kind(key) != "entropy":
+            x = torch.where(torch.rand(per_row, generator=draw) < 0.5, -x, x)
+        if x.ndim > batch.ndim:
+            there = torch.arange(x.shape[batch.ndim]) < lengths(batch).unsqueeze(-1)
+            x = x * there.view(*there.shape, *[1] * (x.ndim - there.ndim))
+        found[key] = x.to(batch["input_ids"].device)
+    return found
+
+
+def _adds_up(
+    loss: Loss,
+    batch: Batch,
+    weights: Mapping[str, float],
+    outputs: Collection[str],
+    seed: int,
+    widths: Mapping[str, int],
+) -> bool:
+    """Check that a row's gradient is the same among other rows and with more padding; whether the rows were enough."""
+    name, parts = name_of(loss), shard(batch, 2)
+    wide = pad(batch, 2 * batch["input_ids"].shape[-1])
+    longer = _drawn(outputs, wide, seed, widths)
+    drawn = {key: _as_wide(x, batch) for key, x in longer.items()}
+    whole, slopes = _differentiated(loss, batch, weights, drawn)
+    halves = [
+        _differentiated(loss, half, weights, {key: x[rows] for key, x in drawn.items()})
+        for half, rows in zip(parts, parts.rows, strict=True)
+    ]
+    padded, with_padding = _differentiated(loss, wide, weights, longer)
+    for terms, found in [(whole, slopes), (padded, with_padding), *halves]:
+        if not all(bool(x.isfinite().all()) for x in [*found.values(), *(term.total for term in terms.values())]):
+            return False  # a later check has a better error for that
+    if not slopes:
+        raise no_gradient(f"train_step({name})")
+    for key, term in whole.items():
+        total, added = float(term.total), [float(terms[key].total) for terms, _ in halves]
+        if abs(sum(added) - total) > 1e-3 * (sum(map(abs, added)) + abs(total)):  # rows may cancel
+            raise WeightError(
+                f"{name}: the total of term '{key}' is {total:g} on {len(batch)} rows, but {sum(added):g} added up "
+                f"over their halves. A total must be a sum over rows: {_RATHER}"
+            )
+    for key, expected in slopes.items():
+        for rows, (_, found) in zip(parts.rows, halves, strict=True):
+            _compare(name, key, expected[rows], found[key], _CLOSE, f"among {len(batch)} rows", "among half of them")
+        _compare(name, key, expected, _as_wide(with_padding[key], batch), _ROUGHLY, "as it is", "with more padding")
+    return all(bool(term.weight != 0) for terms, _ in halves for term in terms.values())
+
+
+def _as_wide(x: Tensor, batch: Batch) -> Tensor:
+    """An output or gradient of a batch with more padding, cut to the width of this one."""
+    return x.narrow(batch.ndim, 0, batch["input_ids"].shape[-1]) if x.ndim > batch.ndim else x
+
+
+def _compare(name: str, output: str, one: Tensor, other: Tensor, allowed: float, where: str, there: str) -> None:
+    """Check that gradients are the same, relative to the largest of their row."""
+    a, b = one.reshape(len(one), -1), other.reshape(len(other), -1)
+    apart = (a - b).abs() - allowed * torch.maximum(a.abs(), b.abs()).amax(1, keepdim=True)
+    if bool((apart > 1e-30).any()):  # rounding may change smaller numbers by any factor
+        x, y = (float(each.flatten()[apart.argmax()]) for each in (a, b))
+        raise WeightError(
+            f"{name}: the gradient for {output} of a row is {x:g} {where}, but {y:g} {there}. What a loss makes of a "
+            f"row must not depend on other rows or on padding: {_RATHER}"
+        )
+
+
+def _differentiated(
+    loss: Loss, batch: Batch, weights: Mapping[str, float], outputs: Mapping[str, Tensor]
+) -> tuple[dict[str, Mean], dict[str, Tensor]]:
+    """The terms of a loss, and the gradient of its weighted sum for each output; no gradients if it depends on none."""
+    leaves = {key: x.clone().requires_grad_() for key, x in outputs.items()}
+    with torch.enable_grad():
+        terms = called(loss, batch, leaves)
+        check_terms(name_of(loss), terms, weights)
+        total = torch.stack([term.total / weights[key] for key, term in terms.items()]).sum()
+    detached = {key: Mean(*(x.detach() for x in term)) for key, term in terms.items()}
+    if not total.requires_grad:
+        return detached, {}
+    found = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
+    return detached, dict(zip(leaves, found, strict=True))

@@ -1,0 +1,158 @@
+"""The value and gradient of a loss on one micro-batch, and whether it reads outputs that were not computed.
+
+The head is the most expensive part of small models, and most losses read its outputs only where ``loss_mask`` is true.
+A loss is any function, so a step finds that out: it calls the loss twice on the real outputs, with different numbers in
+the places of outputs that were not computed. If terms, metrics and gradients are the same to the last bit, the loss
+ignores these places; otherwise the engine computes all outputs.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from nrl.algos import Loss, mismatch_metrics
+from nrl.backends.training.loss.loss_terms import check_terms, terms_of
+from nrl.batch import Batch, unchanged
+from nrl.batch.metrics import Mean, Metrics
+
+__all__ = ["ValueAndGrad", "ignores", "value_and_grad"]
+
+
+class ValueAndGrad(NamedTuple):
+    """The value of a loss on some outputs, and its gradient.
+
+    Args:
+        loss: scalar, the sum over terms of ``total / weight``.
+        terms: detached.
+        metrics: detached; those of the loss, and `nrl.algos.mismatch_metrics` of the outputs.
+        gradients: of ``loss``, for each output ``[*b, T, ...]``; zeros for an output that it does not read.
+        differentiable: whether the loss depends on any output by differentiable operations.
+    """
+
+    loss: Tensor
+    terms: dict[str, Mean]
+    metrics: Metrics
+    gradients: dict[str, Tensor]
+    differentiable: bool
+
+
+def value_and_grad(
+    loss: Loss, name: str, outputs: Mapping[str, Tensor], batch: Batch, weights: Mapping[str, float]
+) -> ValueAndGrad:
+    """Call a loss, and differentiate it with respect to the outputs.
+
+        sum over terms of total / weights[term]
+
+    Args:
+        loss: any.
+        name: of the loss in errors.
+        outputs: ``[*b, T, ...]`` each; taken as constants.
+        batch: their rows.
+        weights: of each term, over the whole batch.
+
+    Raises:
+        WeightError: its terms are not those of ``weights``.
+
+    >>> from nrl.algos import sft_loss
+    >>> batch = Batch({"loss_mask": torch.tensor([[False, True]])}, batch_size=[1])
+    >>> found = value_and_grad(sft_loss, "sft", {"logprobs": torch.tensor([[0.0, -3.0]])}, batch, {"loss": 2.0})
+    >>> found.loss, found.gradients["logprobs"]
+    (tensor(1.5000), tensor([[-0.0000, -0.5000]]))
+    """
+    leaves = {key: value.detach().requires_grad_() for key, value in outputs.items()}
+    with torch.enable_grad(), unchanged(batch, name):
+        terms, metrics = terms_of(name, loss(TensorDict(leaves, batch_size=batch.batch_size), batch))
+        check_terms(name, terms, weights)
+        total = torch.stack([term.total / weights[key] for key, term in terms.items()]).sum()
+    found: tuple[Tensor | None, ...] = (None,) * len(leaves)
+    if total.requires_grad:
+        found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+    return ValueAndGrad(
+        total.detach(),
+        {key: Mean(*(x.detach() for x in term)) for key, term in terms.items()},
+        {key: type(value)(*(x.detach() for x in value)) for key, value in metrics.items()}
+        | mismatch_metrics(outputs, batch),
+        {
+            key: torch.zeros_like(leaf) if grad is None else grad
+            for (key, leaf), grad in zip(leaves.items(), found, strict=True)
+        },
+        total.requires_grad,
+    )
+
+
+def ignores(
+    loss: Loss,
+    name: str,
+    outputs: Mapping[str, Tensor],
+    batch: Batch,
+    weights: Mapping[str, float],
+    places: Tensor,
+    found: ValueAndGrad,
+) -> Tensor:
+    """Whether a loss ignores the outputs at some places. Nothing waits for the device.
+
+    Args:
+        loss: called a second time here.
+        name: of the loss in errors.
+        outputs: ``[*b, T, ...]`` each, with zeros at ``places``.
+        batch: their rows.
+        weights: of each term, over the whole batch.
+        places: ``[k]`` int64, tokens of the flattened batch.
+        found: of the first call, on ``outputs``.
+
+    Returns:
+        Scalar bool: with other numbers at these places, the value, terms, metrics and gradients are the same to the
+        last bit, and the gradient there is 0.
+
+    >>> from nrl.algos import sft_loss, token_mean
+    >>> batch = Batch({"loss_mask": torch.tensor([[False, True]])}, batch_size=[1])
+    >>> outputs, first = {"logprobs": torch.tensor([[0.0, -3.0]])}, torch.tensor([0])
+    >>> def everywhere(out, batch):
+    ...     return token_mean(out["logprobs"], batch["loss_mask"].logical_not()), {}
+    >>> for loss in (sft_loss, everywhere):
+    ...     found = value_and_grad(loss, "loss", outputs, batch, {"loss": 1.0})
+    ...     bool(ignores(loss, "loss", outputs, batch, {"loss": 1.0}, first, found))
+    True
+    False
+    """
+    other = {
+        key: value.flatten(0, batch.ndim)
+        .index_copy(0, places, _noise(places, value.shape[batch.ndim + 1 :], -1 if key == "logprobs" else 1).to(value))
+        .view(value.shape)
+        for key, value in outputs.items()
+    }
+    no = torch.zeros((), dtype=torch.bool, device=places.device)
+    try:
+        again = value_and_grad(loss, name, other, batch, weights)
+    except Exception:  # a loss that refuses these numbers has looked at them
+        return no
+    pairs = list(zip(_leaves(found), _leaves(again), strict=False))
+    if _shape(found) != _shape(again):
+        return no
+    same = [(a == b).all() for a, b in pairs]
+    at_places = (grad.flatten(0, batch.ndim).index_select(0, places) for grad in found.gradients.values())
+    same += [(grad == 0).all() for grad in at_places]
+    return torch.stack(same).all()
+
+
+def _noise(places: Tensor, shape: torch.Size, sign: int) -> Tensor:
+    """Numbers all over the range of log-probabilities: any threshold lies between some of them and the zeros.
+
+    They differ within a token, too, because a softmax of equal logits does not show what they are.
+    """
+    count = torch.arange(1, len(places) * shape.numel() + 1, device=places.device, dtype=torch.float64)
+    return sign * (1 + 16 * (0.618034 * count % 1)).view(len(places), *shape)
+
+
+def _leaves(found: ValueAndGrad) -> list[Tensor]:
+    reduced = [*found.terms.values(), *found.metrics.values()]
+    return [found.loss, *(x for value in reduced for x in value), *found.gradients.values()]
+
+
+def _shape(found: ValueAndGrad) -> list[object]:
+    """Names, types, shapes and dtypes of an evaluation: all that can be read without waiting for the device."""
+    metrics = [(key, type(value)) for key, value in found.metrics.items()]
+    return [metrics, [(x.shape, x.dtype) for x in _leaves(found)]]

@@ -1,0 +1,1 @@
+"""Optimizers and learning-rate schedules, as frozen data and as the mathematics that engines share."""

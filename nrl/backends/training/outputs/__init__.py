@@ -1,0 +1,1 @@
+"""Outputs of the head, which never materialize all logits at once."""

@@ -1,0 +1,1 @@
+"""What travels between processes on Ray: calls, replies, errors, batches without their padding."""
