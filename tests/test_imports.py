@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 
 import nrl
-import nrl.run
-import nrl.runtime
 from nrl import imports
 from nrl.envs import Trace
 from nrl.envs.pools import child

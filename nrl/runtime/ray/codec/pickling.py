@@ -30,7 +30,7 @@ type Serialized = list[Any]
 """A pickle, and the buffers beside it."""
 
 _HAVE_TENSORS = frozenset({"torch", "tensordict"})
-_MODULE_OF_TENSORS = b"nrl.runtime.ray.tensors"  # whose functions make them anew
+_MODULE_OF_TENSORS = b"nrl.runtime.ray.codec.tensors"  # whose functions make them anew
 
 
 def serialized(value: Any, who: str) -> Serialized:
