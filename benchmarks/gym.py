@@ -113,7 +113,7 @@ def ours(environment: str) -> Iterator[Server]:
     """
     order = {"environment": f"benchmarks/_served.py:{environment}", "host": "127.0.0.1", "port": 0, "token": TOKEN}
     started = subprocess.Popen(
-        [sys.executable, "-m", "nrl.envs.gym.process"],
+        [sys.executable, "-m", "nrl.gym.http.process"],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -28,7 +28,7 @@ from benchmarks._machine import described, watched
 from benchmarks._paired import spread
 from nrl.backends import Sampling, adamw
 from nrl.envs import Task
-from nrl.envs.reasoning.tasks import ReasoningVerifier, reasoning_gym
+from nrl.envs.library.reasoning.tasks import ReasoningVerifier, reasoning_gym
 from nrl.runtime.intraop import set_threads
 
 __all__ = ["CASES", "Case", "chain_sum", "main", "measure", "options", "report", "series"]

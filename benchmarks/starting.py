@@ -48,7 +48,7 @@ def ready() -> float:
         RuntimeError: it did not start.
     """
     began = time.perf_counter()
-    command = [sys.executable, "-m", "nrl.envs.gym.process"]
+    command = [sys.executable, "-m", "nrl.gym.http.process"]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as started:
         assert started.stdin is not None
         assert started.stdout is not None

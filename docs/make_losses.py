@@ -16,16 +16,16 @@ PAGE = Path(__file__).parent / "losses.md"
 SECTIONS = {
     "Losses of policies": ("losses",),
     "Their parts: ratios and surrogates": ("ratios", "surrogates"),
-    "Their parts: the mismatch of sampler and trainer": ("corrections", "selections", "mismatch"),
+    "Their parts: the mismatch of sampler and trainer": ("corrections", "token_filters", "mismatch"),
     "Their parts: divergences, penalties, entropy": ("divergences", "entropy"),
     "Their parts: how tokens are added up": ("aggregate",),
     "Advantages, on the driver": ("groups", "baselines", "estimators", "returns", "kl_rewards"),
     "Rewards reshaped, rows and tokens left out, on the driver": ("shaping",),
-    "Preferences": ("preferences", "pairs", "scores", "links", "unpaired", "reward_models"),
+    "Preferences": ("preferences", "pairwise", "answer_scores", "link_functions", "unpaired", "reward_models"),
     "Distillation": ("distillation",),
     "Supervised": ("supervised",),
     "Critics": ("critics",),
-    "Measures of an evaluation": ("measures",),
+    "Measures of an evaluation": ("pass_at_k",),
 }
 OTHERS = ("masking", "loss_contract")
 """Modules without a method."""

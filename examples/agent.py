@@ -13,8 +13,8 @@ from nrl import Layout, config, data, tiny
 from nrl.algos import advantages, grpo_loss, sft_loss
 from nrl.backends import SAMPLERS, TRAINERS, Optimizer, Sampling, Trainer, TrainState, adamw
 from nrl.envs import Task, Trace, Verdict, number
-from nrl.envs.endpoint import Endpoint
 from nrl.envs.tools import tool
+from nrl.gym.endpoint import Endpoint
 from nrl.run.checkpoint import Checkpoints
 
 AGENTS = nrl.Executable("agents", requirements=["openai-agents>=0.24,<0.25"], package="agents")

@@ -9,7 +9,7 @@ import nrl
 from nrl import Layout, algos, config, data, tiny
 from nrl.algos import advantages, check_mismatch, clip, policy_loss, sft_loss
 from nrl.backends import SAMPLERS, TRAINERS, Optimizer, Sampler, Sampling, Schedule, Trainer, TrainState, adamw
-from nrl.envs.shipped import Environments
+from nrl.envs.builtin import Environments
 from nrl.run import Run
 from nrl.run.checkpoint import Checkpoints
 

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from nrl.batch.metrics import Ess, Max, Mean, Metrics, Min, Sum, finalize, merge, prefixed, without
     from nrl.batch.packed_rows import Rectangles, Sequences
     from nrl.batch.packing import pack, packed, unpack
-    from nrl.envs.endpoint.driven import driven
-    from nrl.envs.gym.remoting import remote
-    from nrl.envs.gym.serving import serve
-    from nrl.envs.judging import judge
-    from nrl.envs.mathematics.verifying import math_verifier
-    from nrl.envs.pools.pool import on, pooled
-    from nrl.envs.reasoning.tasks import reasoning_gym
-    from nrl.envs.scoring import reward_model, scored_by
-    from nrl.envs.shipped import environments
+    from nrl.envs.builtin import environments
+    from nrl.envs.library.mathematics.verifying import math_verifier
+    from nrl.envs.library.reasoning.tasks import reasoning_gym
+    from nrl.envs.llm_judge import judge
+    from nrl.envs.pool.pool import on, pooled
+    from nrl.envs.reward_model import reward_model, scored_by
+    from nrl.gym.endpoint.agent_env import driven
+    from nrl.gym.http.remote_env import remote
+    from nrl.gym.http.serve_app import serve
     from nrl.rollout.episode import run_episode
     from nrl.rollout.evaluate import Graded, grade, measure
     from nrl.rollout.prefetch import ahead

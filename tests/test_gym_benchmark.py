@@ -17,7 +17,7 @@ from benchmarks import gym, starting
 from benchmarks._http_load import NUMBER, Load, children, cpu_seconds, request, run
 from benchmarks._nemo_gym import body, nemo_gym
 from nrl.envs import Trace
-from tests.envs.gym.test_remote import INFO, ONE, saying
+from tests.gym.http.test_remote import INFO, ONE, saying
 
 RIGHT = '{"reward":1.0}'
 

@@ -15,7 +15,7 @@ import pytest
 import nrl
 from nrl import imports
 from nrl.envs import Trace
-from nrl.envs.pools import child
+from nrl.envs.pool import subprocess_worker
 from tests.loading import HEAVY, TORCH, loaded_by
 
 PROGRAM = """
@@ -137,13 +137,13 @@ assert main({arguments}) == 2
 @pytest.mark.parametrize("given", ["nothing", "a tensor"])
 def test_a_worker_of_a_pool_loads_torch_with_its_first_tensor(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the call for which it is, so that these seconds are not the call's."""
-    heavy, limits, within = HEAVY | TORCH, list[float | None](), child._Channel.within
+    heavy, limits, within = HEAVY | TORCH, list[float | None](), subprocess_worker._Channel.within
 
     def noted(channel: Any, seconds: float | None) -> None:
         limits.append(seconds)
         within(channel, seconds)
 
-    monkeypatch.setattr(child._Channel, "within", noted)
+    monkeypatch.setattr(subprocess_worker._Channel, "within", noted)
 
     def loaded(task: Any, trace: Trace) -> Any:
         return sorted(heavy & set(sys.modules))

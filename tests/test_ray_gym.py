@@ -10,8 +10,8 @@ import pytest
 
 from examples import grpo
 from nrl.backends import Sampling
-from nrl.envs.gym_config.places import places
-from nrl.envs.gym_config.resolving import ask
+from nrl.gym.config.resolving import ask
+from nrl.gym.config.run_registry import places
 from nrl.runtime import Cluster
 from tests.gym.cli.test_gym_run import until
 from tests.hosts import SECOND, hosts

@@ -30,7 +30,7 @@ from nrl.cli import evaluation_folder, evaluation_report, rescore
 from nrl.cli.evaluation_folder import MARK, config_of, digest, digest_of_files
 from nrl.cli.evaluation_settings import OF_SAMPLING, Evaluation
 from nrl.envs import Task
-from nrl.envs.shipped import Environments
+from nrl.envs.builtin import Environments
 from nrl.errors import ArgumentError, ConfigError, EnvError, ModelError, NrlError
 from nrl.log import JsonLines, Progress, format_number
 from nrl.rollout.evaluate import Graded, grade, measure

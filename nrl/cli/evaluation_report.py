@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from nrl.cli.evaluation_folder import MARK, config_of
-from nrl.envs.contract import text_of
+from nrl.envs.types import text_of
 from nrl.errors import DataError
 from nrl.log import redact, redacted
 from nrl.rollout.evaluate import Graded

@@ -7,7 +7,7 @@ import attrs
 
 from nrl.arguments import checked
 from nrl.envs import VERIFIERS, Trace, Verifier
-from nrl.envs.shipped import Environments, environments
+from nrl.envs.builtin import Environments, environments
 from nrl.errors import DataError, EnvError
 
 if TYPE_CHECKING:

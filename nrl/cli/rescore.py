@@ -9,7 +9,7 @@ import attrs
 
 from nrl.cli.evaluation_folder import digest, stored
 from nrl.envs import Env, Task, Verifier
-from nrl.envs.contract import is_env
+from nrl.envs.types import is_env
 from nrl.errors import ConfigError, DataError
 from nrl.log import redacted
 from nrl.rollout.evaluate import Graded

@@ -16,13 +16,13 @@ import uvloop
 
 from nrl.arguments import checked
 from nrl.backends import Model, Sampling
-from nrl.cli.answering import Answers
 from nrl.cli.evaluation import exported, sampler_of
-from nrl.envs.endpoint.application import LARGEST, application
-from nrl.envs.gym.front import allowed_hosts
-from nrl.envs.gym.listening import Listener, listening
-from nrl.envs.gym.serving import address, check_reach
 from nrl.errors import ConfigError
+from nrl.gym.endpoint.answering import Answers
+from nrl.gym.endpoint.application import LARGEST, application
+from nrl.gym.http.front import allowed_hosts
+from nrl.gym.http.serve_app import address, check_reach
+from nrl.gym.http.server_socket import Listener, listening
 from nrl.log.redaction import keep_secret
 
 __all__ = ["Serving", "main"]

@@ -21,7 +21,7 @@ from nrl.data.messages import (
 )
 from nrl.data.rendering import answered
 from nrl.data.row_fields import check_fields_agree, row_system, row_tools, with_system
-from nrl.envs.contract import Message, Prompt, Task
+from nrl.envs.types import Message, Prompt, Task
 from nrl.errors import DataError, ModelError
 
 __all__ = ["check_unprompted", "labelled", "preferences", "shared", "sides", "supervised"]

@@ -13,7 +13,7 @@ from nrl.data.checks import fields, kind, shown
 from nrl.data.collating import shared
 from nrl.data.messages import before_answers, canonical_messages, decoded_messages, is_chat
 from nrl.data.row_fields import check_fields_agree
-from nrl.envs.contract import Task
+from nrl.envs.types import Task
 from nrl.errors import DataError
 
 __all__ = [

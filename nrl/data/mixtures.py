@@ -11,9 +11,9 @@ import numpy as np
 from nrl.arguments import checked, described
 from nrl.data.cursors import Stream, counting, whole
 from nrl.data.task_streams import Tasks, tasks
-from nrl.envs.contract import Task
 from nrl.envs.references import TaskCheck
 from nrl.envs.seeds import check_not_negative
+from nrl.envs.types import Task
 from nrl.errors import DataError
 
 __all__ = ["mixture"]

@@ -20,7 +20,7 @@ from nrl.data.messages import (
 )
 from nrl.data.row_fields import PROMPT_KEYS, check_fields_agree, row_system, row_tools, unread_prompts, with_system
 from nrl.data.sources import read
-from nrl.envs.contract import Task
+from nrl.envs.types import Task
 from nrl.errors import DataError
 
 __all__ = ["print_unread", "rows", "tasks_of_row"]

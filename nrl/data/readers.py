@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from nrl.data.checks import kind, shown
-from nrl.envs.contract import Task
+from nrl.envs.types import Task
 from nrl.errors import DataError
 
 __all__ = ["Table", "read_csv", "read_file", "read_jsonl", "read_parquet"]

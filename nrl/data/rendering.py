@@ -27,8 +27,8 @@ from nrl.data.templates import (
 )
 from nrl.data.turn_ends import TurnEnds, turn_ends
 from nrl.data.turn_tokens import turn_tokens
-from nrl.envs.contract import Message, Prompt
 from nrl.envs.replies import CHANNEL_HEADER, REASONING_MARKS, opening_mark
+from nrl.envs.types import Message, Prompt
 from nrl.errors import DataError, ModelError
 
 __all__ = ["answered", "render"]

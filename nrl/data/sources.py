@@ -13,7 +13,7 @@ from nrl.arguments import described
 from nrl.data.checks import exists, kind, shown
 from nrl.data.hub import load
 from nrl.data.readers import Table, read_file
-from nrl.envs.contract import Task
+from nrl.envs.types import Task
 from nrl.errors import DataError
 
 __all__ = ["is_glob", "read"]

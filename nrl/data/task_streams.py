@@ -20,10 +20,10 @@ from nrl.data.formats import Format
 from nrl.data.prompts import print_unread, tasks_of_row
 from nrl.data.rendering import render
 from nrl.data.sources import is_glob, read
-from nrl.envs import arithmetic, reversal
-from nrl.envs.contract import Task
+from nrl.envs.library import arithmetic, reversal
 from nrl.envs.references import TaskCheck, faults_of, report
 from nrl.envs.seeds import check_not_negative
+from nrl.envs.types import Task
 from nrl.errors import DataError
 from nrl.log import waiting
 
@@ -90,10 +90,10 @@ def tasks(
         source: a file (JSON Lines, a JSON array, Parquet, CSV), a pattern such as ``"data/*.jsonl"``, a folder, a
             dataset of the Hugging Face hub such as ``"openai/gsm8k/main:train"``, a list of these, or mappings. Or
             tasks that are generated: by a pure function from the seed and a number from 0 on, or by ``"arithmetic"``
-            or ``"reversal"``, the functions of `nrl.envs.arithmetic` and `nrl.envs.reversal`. Their prompts stay as
-            they are. An attribute ``many`` of the function is called with several numbers in place of it, as where each
-            task would be a request. An attribute ``all_rows`` gives the rows of which its tasks are all, in an order of
-            each epoch; without it they have no end.
+            or ``"reversal"``, the functions of `nrl.envs.library.arithmetic` and `nrl.envs.library.reversal`. Their
+            prompts stay as they are. An attribute ``many`` of the function is called with several numbers in place of
+            it, as where each task would be a request. An attribute ``all_rows`` gives the rows of which its tasks are
+            all, in an order of each epoch; without it they have no end.
         seed: of the order; of the tasks themselves, where they are generated.
         format: see `rows`.
         template: see `rows`.

@@ -8,9 +8,21 @@
 """
 
 from nrl.envs import tools
-from nrl.envs.choices import choice, chosen_letter
-from nrl.envs.composing import by_source, gated, judged, of_group, product, single_turn, weighted
-from nrl.envs.contract import (
+from nrl.envs.final_numbers import final_number
+from nrl.envs.library.code import code
+from nrl.envs.library.games import sliding_puzzle, tic_tac_toe
+from nrl.envs.library.ifeval import CONSTRAINTS, constraints
+from nrl.envs.library.multiple_choice import choice, chosen_letter
+from nrl.envs.library.python_tool import Interpreter, python
+from nrl.envs.library.search.ranking import Ranker, bm25
+from nrl.envs.library.search.searches import Passage, search, searching
+from nrl.envs.library.search.short_answers import short_answer
+from nrl.envs.limits import limited
+from nrl.envs.linear_states import LinearState, linear
+from nrl.envs.return_values import score_of
+from nrl.envs.rubric import by_source, gated, judged, of_group, product, single_turn, weighted
+from nrl.envs.sandbox import Finished, Limits, Sandbox, bubblewrap
+from nrl.envs.types import (
     STATUSES,
     Env,
     Environment,
@@ -24,18 +36,6 @@ from nrl.envs.contract import (
     Verdict,
     Verifier,
 )
-from nrl.envs.final_numbers import final_number
-from nrl.envs.games import sliding_puzzle, tic_tac_toe
-from nrl.envs.instructions import CONSTRAINTS, constraints
-from nrl.envs.interpreter import Interpreter, python
-from nrl.envs.limits import limited
-from nrl.envs.linear_states import LinearState, linear
-from nrl.envs.programs import code
-from nrl.envs.retrieval.ranking import Ranker, bm25
-from nrl.envs.retrieval.searches import Passage, search, searching
-from nrl.envs.retrieval.short_answers import short_answer
-from nrl.envs.return_values import score_of
-from nrl.envs.sandbox import Finished, Limits, Sandbox, bubblewrap
 from nrl.envs.verifiers import (
     VERIFIERS,
     Extractor,

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from nrl.envs.contract import TIMEOUT, Env, Environment, Step, Task, Turn, alike, declared_rewards, mapped
 from nrl.envs.return_values import is_reset
+from nrl.envs.types import TIMEOUT, Env, Environment, Step, Task, Turn, alike, declared_rewards, mapped
 from nrl.errors import ArgumentError
 
 __all__ = ["limited"]

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import attrs
 
-from nrl.envs.contract import TIMEOUT, Env, Environment, Step, Task, Turn, alike, declared_rewards, mapped
 from nrl.envs.return_values import is_reset
+from nrl.envs.types import TIMEOUT, Env, Environment, Step, Task, Turn, alike, declared_rewards, mapped
 from nrl.errors import ArgumentError, ConsumedState, EnvError, ForeignState
 
 __all__ = ["LinearState", "linear"]

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from nrl.envs.contract import Task, settled
+from nrl.envs.types import Task, settled
 from nrl.errors import EnvError
 
 __all__ = ["TaskCheck", "faults_of", "report", "task_check"]

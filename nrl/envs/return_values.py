@@ -13,9 +13,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, cast
 
-from nrl.envs.contract import STATUSES, TRAINED, Score, Step, Verdict
 from nrl.envs.plain_values import BYTES, is_array, named_kind, real_number, scalar_value, shown_value
 from nrl.envs.tools.schemas import Tool
+from nrl.envs.types import STATUSES, TRAINED, Score, Step, Verdict
 from nrl.errors import EnvError
 
 __all__ = [

@@ -10,7 +10,7 @@ from nrl.errors import DataError
 if TYPE_CHECKING:
     import numpy as np
 
-    from nrl.envs.contract import Task
+    from nrl.envs.types import Task
 
 __all__ = ["check_not_negative", "generator", "shuffled"]
 

@@ -8,8 +8,8 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from nrl.envs.contract import Score, Task, Trace, Verifier
 from nrl.envs.final_numbers import expected_value, final_number, final_value
+from nrl.envs.types import Score, Task, Trace, Verifier
 from nrl.errors import EnvError
 
 __all__ = [

@@ -11,10 +11,10 @@ from nrl.data.encoding import encode
 from nrl.data.forms import Form, as_taken, form
 from nrl.data.messages import REASONING
 from nrl.data.templates import render_chat
-from nrl.envs.contract import Prompt, Request, Turn
 from nrl.envs.policy_inputs import read_observation
 from nrl.envs.replies import Reply, opening_mark, split_reasoning
 from nrl.envs.tools import Tool, parse, tool_format
+from nrl.envs.types import Prompt, Request, Turn
 from nrl.errors import EnvError, ModelError
 from nrl.rollout.bridges import Extension, Fork, Sampled, extend, in_common
 from nrl.rollout.sampler_client import NO_LIMITS, Limits

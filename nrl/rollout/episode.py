@@ -17,7 +17,11 @@ from torch import Tensor
 from nrl.backends.types import Completion
 from nrl.data import render
 from nrl.envs import Env, Step, Task
-from nrl.envs.contract import (
+from nrl.envs.inprocess.call_with_timeout import Caller, calling
+from nrl.envs.inprocess.tracebacks import Failed
+from nrl.envs.policy_inputs import read_prompt
+from nrl.envs.return_values import LARGEST_REWARD, is_reset, read_reset, read_step, score_of
+from nrl.envs.types import (
     TRAINED,
     FailedScore,
     Prompt,
@@ -28,10 +32,6 @@ from nrl.envs.contract import (
     Verdict,
     judges_group,
 )
-from nrl.envs.policy_inputs import read_prompt
-from nrl.envs.return_values import LARGEST_REWARD, is_reset, read_reset, read_step, score_of
-from nrl.envs.user_code.calls import Caller, calling
-from nrl.envs.user_code.errors import Failed
 from nrl.errors import DataError, EnvError, ExecutableError, LostRequest, ModelError
 from nrl.log import error_text
 from nrl.rollout.bridges import Fork

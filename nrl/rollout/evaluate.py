@@ -18,7 +18,7 @@ from nrl.batch import Batch
 from nrl.batch.metrics import Mean, Metrics, Sum
 from nrl.data import render
 from nrl.envs import STATUSES, Env, Task, Verifier, extractor, single_turn
-from nrl.envs.contract import is_env
+from nrl.envs.types import is_env
 from nrl.errors import DataError, EnvError, NrlError
 from nrl.rollout.episode import Episode
 from nrl.rollout.lengths import check_answer_length

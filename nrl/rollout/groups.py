@@ -8,9 +8,9 @@ import attrs
 
 from nrl.data import render
 from nrl.envs import Task
-from nrl.envs.contract import Prompt
+from nrl.envs.inprocess.call_with_timeout import Caller
 from nrl.envs.return_values import verdicts_of
-from nrl.envs.user_code.calls import Caller
+from nrl.envs.types import Prompt
 from nrl.rollout.episode import Episode, earn, failed
 
 __all__ = ["Group"]

@@ -9,9 +9,9 @@ import attrs
 import torch
 
 from nrl.envs import Env, Environment, Task, Verifier, extractor
-from nrl.envs.contract import TIMEOUT, Turn, is_env, judges_group
+from nrl.envs.inprocess.call_with_timeout import Caller, calling
 from nrl.envs.return_values import verdicts_of
-from nrl.envs.user_code.calls import Caller, calling
+from nrl.envs.types import TIMEOUT, Turn, is_env, judges_group
 from nrl.errors import EnvError
 from nrl.rollout.episode import Episode, earn, failed
 from nrl.rollout.evaluate import Graded, failures_of, fields_of

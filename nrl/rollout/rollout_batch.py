@@ -10,8 +10,8 @@ from nrl.backends.sampling.base import Sampler
 from nrl.backends.types import Sampling
 from nrl.batch import Batch
 from nrl.envs import Env, Task
-from nrl.envs.contract import declared_rewards
-from nrl.envs.user_code.threads import stuck
+from nrl.envs.inprocess.threads import stuck
+from nrl.envs.types import declared_rewards
 from nrl.errors import DataError
 from nrl.rollout.episode import Episode
 from nrl.rollout.groups import Group

@@ -14,8 +14,8 @@ from nrl.backends.types import Sampling
 from nrl.batch import Batch
 from nrl.data.cursors import Source, Stream, whole
 from nrl.envs import Env, Task
-from nrl.envs.contract import declared_rewards
 from nrl.envs.references import task_check
+from nrl.envs.types import declared_rewards
 from nrl.errors import DataError, EnvError, LostRequest
 from nrl.rollout import prefetch
 from nrl.rollout.episode import Episode

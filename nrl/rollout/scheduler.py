@@ -19,8 +19,8 @@ from nrl.arguments import described
 from nrl.backends.sampling.base import Sampler
 from nrl.backends.types import Completion, Sampling
 from nrl.envs import Env, Task
-from nrl.envs.contract import is_env, judges_group
-from nrl.envs.user_code.calls import Caller, calling
+from nrl.envs.inprocess.call_with_timeout import Caller, calling
+from nrl.envs.types import is_env, judges_group
 from nrl.errors import BatchError, DataError, EnvError
 from nrl.rollout.episode import Episode, failed, play
 from nrl.rollout.groups import Group

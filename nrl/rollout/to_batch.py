@@ -13,7 +13,7 @@ from nrl.backends.sampling.base import Sampler, capabilities
 from nrl.backends.types import Sampling
 from nrl.batch import Batch, assign
 from nrl.batch.ragged import ragged
-from nrl.envs.contract import STATUSES
+from nrl.envs.types import STATUSES
 from nrl.rollout.bridges import FORKS
 from nrl.rollout.episode import Episode
 from nrl.rollout.groups import Group

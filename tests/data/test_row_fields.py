@@ -7,9 +7,9 @@ import pytest
 from nrl import data
 from nrl.data.forms import as_taken
 from nrl.data.messages import ROLES, canonical_messages
-from nrl.envs.endpoint import chat_completions
-from nrl.envs.endpoint.fields import Unusable
 from nrl.errors import DataError
+from nrl.gym.endpoint import chat_completions
+from nrl.gym.endpoint.fields import Unusable
 from tests.chat_tokenizers import tokenizer
 
 ASK = {"role": "user", "content": "Hello"}

@@ -9,9 +9,9 @@ from tokenizers.processors import TemplateProcessing
 
 from nrl import data, tiny
 from nrl.data import Stream
-from nrl.envs import arithmetic
-from nrl.envs.contract import Task
+from nrl.envs.library import arithmetic
 from nrl.envs.seeds import shuffled
+from nrl.envs.types import Task
 from nrl.errors import DataError, ModelError, NrlError
 
 CHARS = tiny.tokenizer()

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from nrl.envs import Environment, Score, Step, Trace, Turn, judged, of_group, tools
-from nrl.envs.contract import mapped
+from nrl.envs.types import mapped
 from nrl.errors import ExecutableError
 
 __all__ = ["ENVIRONMENTS", "EVERYTHING", "FAILURES", "TEXTS", "VERIFIERS", "Refusal", "failing"]

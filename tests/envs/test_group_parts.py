@@ -24,7 +24,7 @@ from nrl.envs import (
     single_turn,
     weighted,
 )
-from nrl.envs.contract import FailedScore, judges_group
+from nrl.envs.types import FailedScore, judges_group
 from nrl.rollout import rollout
 from tests.rollout.scripted import TASKS, Scripted
 from tests.rollout.test_verdicts import two_turns

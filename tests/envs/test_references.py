@@ -27,8 +27,8 @@ from nrl.envs import (
     single_turn,
     weighted,
 )
+from nrl.envs.builtin import environments
 from nrl.envs.references import faults_of, report, task_check
-from nrl.envs.shipped import environments
 from nrl.errors import DataError
 from tests.rollout.scripted import Scripted
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 import nrl
 from nrl import envs
 from nrl.envs import Trace, Turn, score_of
-from nrl.envs.games.moves import last_number
-from nrl.envs.gym.records import action_of, trace_of, transcript, turn_of
+from nrl.envs.library.games.moves import last_number
 from nrl.envs.replies import REASONING_MARKS, Reply, opening_mark, split_reasoning
 from nrl.envs.tools import parse
+from nrl.gym.http.protocol import action_of, trace_of, transcript, turn_of
 
 CHANNELS = "<|channel|>analysis<|message|>Perhaps 8.<|end|><|start|>assistant<|channel|>{}<|message|>It is 9."
 

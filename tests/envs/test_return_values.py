@@ -21,9 +21,9 @@ from nrl.data import counting
 from nrl.data import tasks as task_stream
 from nrl.data.encoding import encode
 from nrl.envs import Environment, Step, judged, limited, linear, of_group, score_of, single_turn
-from nrl.envs.composing import by_source
 from nrl.envs.policy_inputs import read_observation, read_prompt
 from nrl.envs.return_values import verdicts_of
+from nrl.envs.rubric import by_source
 from nrl.envs.tools import ToolCall, call, tool
 from nrl.errors import BatchError, ColumnError, DataError, EnvError, NotFinite
 from tests.envs.returned import EVERYTHING, GROUPS, OBSERVATIONS, PROMPTS, VERDICTS, WAYS, Case, compared

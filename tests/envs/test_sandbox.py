@@ -18,8 +18,8 @@ import attrs
 import pytest
 
 from nrl.envs.sandbox import Channel, Finished, Limits, Sandbox, bubblewrap
-from nrl.envs.sandbox.filters import seccomp_filter
 from nrl.envs.sandbox.namespaces import _another_user
+from nrl.envs.sandbox.seccomp import seccomp_filter
 from nrl.errors import EnvError
 from tests.envs.sandboxes import become_user, probed
 from tests.processes import alive, descendants, settled

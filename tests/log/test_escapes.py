@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nrl.envs.user_code.errors import traceback_text
+from nrl.envs.inprocess.tracebacks import traceback_text
 from nrl.errors import EnvError
 from nrl.log import JsonLines, error_text, printable, redact, redacted
 

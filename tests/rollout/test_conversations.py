@@ -14,9 +14,9 @@ from nrl import tiny
 from nrl.backends import Completion, Sampling, hf
 from nrl.data.templates import templated
 from nrl.envs import Environment, Step, Trace, Turn, judged, of_group
-from nrl.envs.gym.records import trace_of, transcript
 from nrl.envs.tools import NewState, State, ToolCall, ToolError, tool, tool_format, tool_use
 from nrl.errors import ModelError
+from nrl.gym.http.protocol import trace_of, transcript
 from nrl.rollout import rollout
 from nrl.rollout.bridges import FORKS
 from nrl.rollout.conversations import Conversation

@@ -11,8 +11,8 @@ import nrl
 from nrl.batch import Batch
 from nrl.data import tasks as task_stream
 from nrl.envs import Environment, Step, Verifier, gated, judged, limited, linear, of_group, single_turn
-from nrl.envs.composing import by_source
-from nrl.envs.contract import declared_rewards
+from nrl.envs.rubric import by_source
+from nrl.envs.types import declared_rewards
 from nrl.errors import ArgumentError
 from tests.rollout.scripted import Scripted
 

@@ -15,8 +15,8 @@ from nrl.backends.sampling.pool import EnginePool
 from nrl.batch.metrics import finalize
 from nrl.batch.ragged import rows_of
 from nrl.envs import Environment, Step, Turn, exact, single_turn
-from nrl.envs.user_code.calls import Calls
-from nrl.envs.user_code.threads import UserCall
+from nrl.envs.inprocess.call_with_timeout import Calls
+from nrl.envs.inprocess.threads import UserCall
 from nrl.rollout import rollout, run_episode
 from nrl.rollout.summaries import summary
 from tests.rollout.scripted import TASKS, Scripted

@@ -12,8 +12,8 @@ import torch
 from nrl.backends import Completion, Sampling
 from nrl.batch.metrics import finalize
 from nrl.envs import exact, judged, number, single_turn
-from nrl.envs.contract import Trace
 from nrl.envs.tools import tool, tool_use
+from nrl.envs.types import Trace
 from nrl.rollout import rollout, run_episode
 from nrl.rollout.episode import Episode
 from nrl.rollout.evaluate import Graded, grade

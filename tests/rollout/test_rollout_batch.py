@@ -19,7 +19,7 @@ from nrl.backends import Sampling, Trainer
 from nrl.backends.sampling.pool import EnginePool
 from nrl.batch.metrics import finalize
 from nrl.envs import Environment, Step, Trace, by_source, exact, number, single_turn
-from nrl.envs.user_code.threads import stuck
+from nrl.envs.inprocess.threads import stuck
 from nrl.errors import DataError, GenerationError
 from nrl.rollout import rollout, rollouts
 from nrl.rollout.summaries import summary

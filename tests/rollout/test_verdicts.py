@@ -12,7 +12,7 @@ import torch
 import nrl
 from nrl.algos import k1, kl, token_rewards
 from nrl.envs import STATUSES, Environment, Score, Step, Trace, judged, of_group, single_turn
-from nrl.envs.user_code.threads import stuck
+from nrl.envs.inprocess.threads import stuck
 from nrl.errors import GenerationError
 from nrl.rollout import rollout
 from nrl.rollout.episode import run_episode

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from nrl.envs import Trace, number, single_turn
-from nrl.envs.user_code import threads as call_threads
-from nrl.envs.user_code.calls import Calls
-from nrl.envs.user_code.errors import Failed
-from nrl.envs.user_code.threads import stuck
+from nrl.envs.inprocess import threads as call_threads
+from nrl.envs.inprocess.call_with_timeout import Calls
+from nrl.envs.inprocess.threads import stuck
+from nrl.envs.inprocess.tracebacks import Failed
 from nrl.log import error_text
 from nrl.runtime.threads import Daemons
 from tests.clocks import MINUTE, Clock
@@ -407,7 +407,7 @@ def test_messages() -> None:
 
 PROGRAM = """
 import asyncio, contextvars, time
-from nrl.envs.user_code.calls import Calls
+from nrl.envs.inprocess.call_with_timeout import Calls
 
 async def hangs_in_a_thread_of_its_own():
     await asyncio.to_thread(time.sleep, 600)

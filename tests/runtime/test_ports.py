@@ -9,9 +9,9 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import nrl
-from nrl.envs.gym.listening import listening
 from nrl.errors import PlacementError
 from nrl.gym.cli.supervising import free_port
+from nrl.gym.http.server_socket import listening
 from nrl.runtime.ports import first_free, ports, store
 
 

@@ -5,7 +5,7 @@
 b'42\\n'
 """
 
+from nrl.envs.sandbox.base import Channel, Dialogue, Finished, Limits, Sandbox
 from nrl.envs.sandbox.namespaces import bubblewrap
-from nrl.envs.sandbox.seam import Channel, Dialogue, Finished, Limits, Sandbox
 
 __all__ = ["Channel", "Dialogue", "Finished", "Limits", "Sandbox", "bubblewrap"]

@@ -13,9 +13,9 @@ from pathlib import Path, PurePosixPath
 
 import attrs
 
-from nrl.envs.sandbox.filters import seccomp_filter
+from nrl.envs.sandbox.base import Dialogue, Finished, Limits, Sandbox
 from nrl.envs.sandbox.running import run
-from nrl.envs.sandbox.seam import Dialogue, Finished, Limits, Sandbox
+from nrl.envs.sandbox.seccomp import seccomp_filter
 from nrl.errors import EnvError
 
 __all__ = ["bubblewrap"]

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from nrl.envs.sandbox.seam import Dialogue, Finished, Limits
+from nrl.envs.sandbox.base import Dialogue, Finished, Limits
 from nrl.envs.sandbox.usage import usage
 from nrl.errors import EnvError
 

@@ -14,9 +14,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
-from nrl.envs.contract import asynchronous
 from nrl.envs.tools.formats import MalformedCall, ToolCall
 from nrl.envs.tools.schemas import Tool
+from nrl.envs.types import asynchronous
 from nrl.errors import EnvError
 
 __all__ = ["Called", "NewState", "ToolError", "ToolResult", "call", "count_calls"]

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from nrl.envs.contract import Environment, Step, Task, Turn, Verifier
 from nrl.envs.tools.calls import call, count_calls
 from nrl.envs.tools.schemas import Tool
+from nrl.envs.types import Environment, Step, Task, Turn, Verifier
 from nrl.errors import EnvError
 
 __all__ = ["tool_use"]

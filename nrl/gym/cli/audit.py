@@ -16,8 +16,8 @@ from rich.text import Text
 
 from nrl.arguments import checked
 from nrl.envs import Task
-from nrl.envs.contract import TIMEOUT, is_env
-from nrl.envs.shipped import Environments, environments
+from nrl.envs.builtin import Environments, environments
+from nrl.envs.types import TIMEOUT, is_env
 from nrl.errors import ConfigError
 from nrl.files import resolve_output, without_file_scheme
 from nrl.gym.cli import verifier_fuzz

@@ -9,7 +9,9 @@ from typing import Any
 
 import attrs
 
-from nrl.envs.contract import (
+from nrl.envs.inprocess.tracebacks import Failed
+from nrl.envs.return_values import score_of, verdicts_of
+from nrl.envs.types import (
     STATUSES,
     TRAINED,
     Score,
@@ -20,8 +22,6 @@ from nrl.envs.contract import (
     judges_group,
     settled,
 )
-from nrl.envs.return_values import score_of, verdicts_of
-from nrl.envs.user_code.errors import Failed
 from nrl.gym.cli.leak_check import Meter
 
 __all__ = ["LEFT_OUT", "Call", "Outcome", "forgetting", "metered", "reward_of", "verdict"]

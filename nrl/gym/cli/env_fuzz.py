@@ -6,12 +6,12 @@ from typing import Any
 
 import attrs
 
-from nrl.envs.contract import Env, Step, Task, Trace, Turn, judges_group, text_of
+from nrl.envs.inprocess.call_with_timeout import Caller, calling
+from nrl.envs.inprocess.tracebacks import Failed
 from nrl.envs.policy_inputs import read_observation, read_prompt
 from nrl.envs.return_values import is_reset, read_reset, read_step, verdicts_of
 from nrl.envs.tools import MalformedCall, Tool, ToolCall
-from nrl.envs.user_code.calls import Caller, calling
-from nrl.envs.user_code.errors import Failed
+from nrl.envs.types import Env, Step, Task, Trace, Turn, judges_group, text_of
 from nrl.errors import EnvError
 from nrl.gym.cli.arguments import arguments
 from nrl.gym.cli.calls import Outcome, forgetting, metered, reward_of

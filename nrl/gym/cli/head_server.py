@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from nrl.envs.gym.application import FINE, Health, routed
-from nrl.envs.gym.front import Application
-from nrl.envs.gym.listening import Listener
-from nrl.envs.gym.once import Refused
-from nrl.envs.gym.openapi import Route
+from nrl.gym.http.application import FINE, Health, routed
+from nrl.gym.http.front import Application
+from nrl.gym.http.idempotency import Refused
+from nrl.gym.http.openapi import Route
+from nrl.gym.http.server_socket import Listener
 
 __all__ = ["ReplicaShown", "ServerShown", "Servers", "application", "serving"]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import attrs
 
-from nrl.envs.user_code.threads import NAME, stuck
+from nrl.envs.inprocess.threads import NAME, stuck
 
 __all__ = ["Growth", "Meter", "Usage", "growth", "usage"]
 

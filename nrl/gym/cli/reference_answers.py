@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
-from nrl.envs.contract import Task
 from nrl.envs.final_numbers import boxes
-from nrl.envs.mathematics.answers import plain_number
-from nrl.envs.program_blocks import last_block
+from nrl.envs.library.code_blocks import last_block
+from nrl.envs.library.mathematics.answers import plain_number
+from nrl.envs.types import Task
 from nrl.errors import ConfigError, DataError
 
 __all__ = ["FORMS", "Way", "accepted", "form_of", "normal", "ways"]

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 import aiohttp
 import attrs
 
-from nrl.envs.gym.asking import unreached
-from nrl.envs.gym_config.servers import Endpoint, EnvironmentServer, ModelServer, Program, Server
+from nrl.gym.config.servers import Endpoint, EnvironmentServer, ModelServer, Program, Server
+from nrl.gym.http.client import unreached
 from nrl.log import duration
 from nrl.log.redaction import kept_secrets, redact
 from nrl.runtime.node import reaper
@@ -208,7 +208,7 @@ def _order(
         "secrets": kept_secrets(), "hosts": server.hosts,
         "auth": "none" if token is None else "token",  # the supervisor has judged whether that may be
     }  # fmt: skip
-    argv = [interpreter.python, "-m", "nrl.envs.gym.process"]
+    argv = [interpreter.python, "-m", "nrl.gym.http.process"]
     return {"argv": argv, "env": env, "line": json.dumps(told)}
 
 

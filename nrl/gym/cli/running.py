@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TextIO
 
-from nrl.envs.gym.front import allowed_hosts
-from nrl.envs.gym_config.places import Place, told
-from nrl.envs.gym_config.servers import EnvironmentServer, Gym, gym
 from nrl.gym.cli.head_server import application, serving
 from nrl.gym.cli.replicas import seconds
 from nrl.gym.cli.supervising import Supervisor, listen
+from nrl.gym.config.run_registry import Place, told
+from nrl.gym.config.servers import EnvironmentServer, Gym, gym
+from nrl.gym.http.front import allowed_hosts
 from nrl.log.escapes import printable
 from nrl.log.redaction import keep_secret, redact
 
@@ -54,7 +54,7 @@ def run(args: Sequence[str]) -> int:
     """Run a gym until it is asked to stop.
 
     Args:
-        args: as for `nrl.envs.gym_config.servers.gym`.
+        args: as for `nrl.gym.config.servers.gym`.
 
     Returns:
         The exit status: 130 after Ctrl-C, 143 after SIGTERM.

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nrl.envs.gym_config.resolving import ask, find
 from nrl.errors import ConfigError
+from nrl.gym.config.resolving import ask, find
 from nrl.log import duration
 
 __all__ = ["USAGE", "status"]

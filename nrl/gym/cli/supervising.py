@@ -9,9 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from nrl.envs.gym_config.servers import Endpoint, EnvironmentServer, Gym, Program, executable_of
 from nrl.errors import ConfigError, DeadlineExceeded, EnvError, NrlError
 from nrl.gym.cli.replicas import Interpreter, Replica, environment_of, fate, live, seconds, watch
+from nrl.gym.config.servers import Endpoint, EnvironmentServer, Gym, Program, executable_of
 from nrl.log.redaction import redact
 from nrl.runtime.ports import first_free
 from nrl.runtime.threads import Daemons

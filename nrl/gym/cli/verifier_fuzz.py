@@ -8,8 +8,8 @@ from typing import Any
 
 import attrs
 
-from nrl.envs.contract import Environment, Task, Trace, Verifier, text_of
-from nrl.envs.user_code.calls import calling
+from nrl.envs.inprocess.call_with_timeout import calling
+from nrl.envs.types import Environment, Task, Trace, Verifier, text_of
 from nrl.envs.verifiers import extractor
 from nrl.gym.cli.adversarial import Hostile, hostile, huge, mutants
 from nrl.gym.cli.calls import Outcome, forgetting, verdict

@@ -25,8 +25,8 @@ from nrl.backends.types import Model
 from nrl.errors import GenerationError
 from tests.backends.openai.test_openai import LAWS
 from tests.backends.sampling.test_samplers import PROMPTS, Made, by_the_trainer, model
-from tests.envs.endpoint.test_many_sessions import model as talker
-from tests.envs.endpoint.test_many_sessions import talking
+from tests.gym.endpoint.test_many_sessions import model as talker
+from tests.gym.endpoint.test_many_sessions import talking
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -11,8 +11,8 @@ import pytest
 
 import nrl
 from nrl.envs import STATUSES, by_source
-from nrl.envs.gym_config.places import Place
-from nrl.envs.gym_config.resolving import resolve
+from nrl.gym.config.resolving import resolve
+from nrl.gym.config.run_registry import Place
 from tests.gym.cli.test_gym_run import folder, played, the, until, wrote
 from tests.rollout.scripted import Scripted
 

@@ -11,10 +11,10 @@ import pytest
 from examples import grpo
 from nrl import tiny
 from nrl.cli.cli import main
-from nrl.envs.contract import is_env
-from nrl.envs.gym_config.places import places
-from nrl.envs.gym_config.resolving import ask
-from nrl.envs.gym_config.servers import gym
+from nrl.envs.types import is_env
+from nrl.gym.config.resolving import ask
+from nrl.gym.config.run_registry import places
+from nrl.gym.config.servers import gym
 
 EXAMPLES = Path(grpo.__file__).parent
 

@@ -22,13 +22,13 @@ import pytest
 import nrl
 from nrl.cli.cli import main
 from nrl.envs import Trace, exact
-from nrl.envs.gym_config.places import Place, places
-from nrl.envs.gym_config.resolving import ask, resolve
-from nrl.envs.gym_config.servers import Endpoint
 from nrl.errors import ExecutableError
 from nrl.gym.cli import replicas, supervising
+from nrl.gym.config.resolving import ask, resolve
+from nrl.gym.config.run_registry import Place, places
+from nrl.gym.config.servers import Endpoint
 from nrl.runtime.venvs import building
-from tests.envs.gym_config.test_gym_places import a_head
+from tests.gym.config.test_gym_places import a_head
 
 PROGRAM = """
 import http.server, os, signal, subprocess, sys, time

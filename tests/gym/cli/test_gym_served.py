@@ -16,11 +16,11 @@ import pytest
 import nrl
 from nrl.cli.cli import main
 from nrl.envs import Trace
-from nrl.envs.gym_config.places import Place
-from nrl.envs.gym_config.resolving import ask, resolve
-from nrl.envs.gym_config.servers import gym
 from nrl.gym.cli import replicas
 from nrl.gym.cli.replicas import Interpreter, Replica
+from nrl.gym.config.resolving import ask, resolve
+from nrl.gym.config.run_registry import Place
+from nrl.gym.config.servers import gym
 from tests.gym.cli.test_gym_run import cmdlines, folder, played, the, until, wrote
 
 __all__ = ["folder"]

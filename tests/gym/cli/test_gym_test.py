@@ -24,12 +24,18 @@ from pydantic import Field
 
 from nrl import tiny
 from nrl.cli.cli import main
-from nrl.envs import Trace, arithmetic, choice, number, score_of
-from nrl.envs.interpreter import Interpreter
-from nrl.envs.pools.pool import pooled
+from nrl.envs import (
+    Trace,
+    choice,
+    number,
+    score_of,
+)
+from nrl.envs.inprocess.call_with_timeout import Calls
+from nrl.envs.inprocess.tracebacks import Failed
+from nrl.envs.library import arithmetic
+from nrl.envs.library.python_tool import Interpreter
+from nrl.envs.pool.pool import pooled
 from nrl.envs.tools import tool
-from nrl.envs.user_code.calls import Calls
-from nrl.envs.user_code.errors import Failed
 from nrl.gym.cli.adversarial import hostile, huge, mutants
 from nrl.gym.cli.arguments import arguments
 from nrl.gym.cli.audit import Audit
@@ -37,7 +43,7 @@ from nrl.gym.cli.findings import FAULTS
 from nrl.gym.cli.leak_check import Growth, Usage, growth, usage
 from nrl.gym.cli.reference_answers import Way, ways
 from tests.backends.openai.test_openai import serving
-from tests.envs.test_judging import replying
+from tests.envs.test_llm_judge import replying
 from tests.jsonlines import lines
 
 DATA = Path(__file__).parents[2] / "data"

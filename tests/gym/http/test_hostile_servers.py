@@ -81,7 +81,7 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     elif kind == "endpoint":
         command = [sys.executable, "-c", ENDPOINT]
     else:
-        command = [sys.executable, "-m", "nrl.envs.gym.process"]
+        command = [sys.executable, "-m", "nrl.gym.http.process"]
         order = json.dumps({"environment": "exact", "token": KEY, "largest": 2**24}).encode() + b"\n"
     with log.open("w") as errors:
         process = subprocess.Popen(command, stdin=-1, stdout=-1, stderr=errors, text=True)
@@ -390,7 +390,7 @@ def test_an_answer_that_is_not_read_is_no_burden(target: Target) -> None:
 
 def test_open_files_that_are_used_up_end_what_is_too_much_and_nothing_else(tmp_path: Path) -> None:
     order = json.dumps({"environment": "exact"}) + "\n"
-    command = ["bash", "-c", f"ulimit -n 160; exec {sys.executable} -m nrl.envs.gym.process"]
+    command = ["bash", "-c", f"ulimit -n 160; exec {sys.executable} -m nrl.gym.http.process"]
     with (tmp_path / "stderr").open("w") as errors:
         process = subprocess.Popen(command, stdin=-1, stdout=-1, stderr=errors, text=True)
     assert process.stdin is not None

@@ -39,7 +39,7 @@ def test_what_lies_beside_the_sources_stays_outside(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["nrl/environment.py", "nrl/envs/gym/__init__.py", "pyproject.toml", "uv.lock", "deploy/environments"]
+    "path", ["nrl/environment.py", "nrl/gym/http/__init__.py", "pyproject.toml", "uv.lock", "deploy/environments"]
 )
 def test_what_an_image_needs_is_there(path: str) -> None:
     assert not ignored(path)

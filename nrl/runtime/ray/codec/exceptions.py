@@ -133,7 +133,7 @@ def _cut[T: (str, bytes)](text: T) -> T:
 
 def _of_user(trace: TracebackType | None) -> TracebackType | None:
     """A traceback without the runtime's own outer frames, unless it has no others."""
-    inner, runtime = trace, Path(__file__).parents[1]
+    inner, runtime = trace, Path(__file__).parents[2]
     while inner is not None and runtime in Path(inner.tb_frame.f_code.co_filename).parents:
         inner = inner.tb_next
     return inner or trace

@@ -1,0 +1,1 @@
+"""Verifiers and environments by subject: mathematics, code, constraints, games, search."""

@@ -1,6 +1,0 @@
-"""Environments of the package verifiers, of Prime Intellect: its classes (0.1), and its environment servers (0.4)."""
-
-from nrl.envs.prime.environments import verifiers
-from nrl.envs.prime.servers import verifiers_server
-
-__all__ = ["verifiers", "verifiers_server"]

@@ -1,0 +1,1 @@
+"""Environments of other projects: their servers, their packages, tools behind MCP."""

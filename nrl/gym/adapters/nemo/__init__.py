@@ -1,0 +1,1 @@
+"""Environments of NeMo Gym, as a client of its servers and as one of them."""
