@@ -49,9 +49,20 @@ def dead_links(page: Path) -> list[str]:
     return dead
 
 
+def missing_paths(text: str) -> list[str]:
+    """The files and folders of the repository that a page names and that do not exist."""
+    paths = re.findall(r"(?<![\w/.-])(?:nrl|tests|examples|benchmarks|deploy)/[\w./-]*\w(?:\.py\b|/(?=`))", text)
+    return sorted({path for path in paths if not (ROOT / path).exists()})
+
+
 def long_lines(text: str) -> list[str]:
     """The lines of more than 120 columns."""
     return [line for line in text.splitlines() if len(line) > 120]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
+def test_the_files_that_a_page_names_are_there(page: str) -> None:
+    assert missing_paths((ROOT / page).read_text()) == []
 
 
 @pytest.mark.parametrize("page", PAGES)
