@@ -131,7 +131,7 @@ def test_an_adapters_folder_with_a_head_is_read_over_a_folder(head: Any, has_hea
 HUB = """
 import torch
 from nrl.backends import Model
-from nrl.backends.models import loading, lora, streaming
+from nrl.backends.models import loading, lora, lazy_weights
 for head in ("lm", "value"):
     model = Model("someone/tiny", head=head)
     unread, whole = lora.unread(model), lora.build(model)
@@ -140,7 +140,7 @@ for head in ("lm", "value"):
         assert torch.equal(unread.read(name), expected), name
     if head == "lm":
         assert unread.module.generation_config.eos_token_id == whole.generation_config.eos_token_id == [7, 9]
-assert streaming.unread(Model("someone/other")) is None
+assert lazy_weights.unread(Model("someone/other")) is None
 print(loading.files(Model("someone/tiny")), loading.files(Model({"model_type": "qwen3"})))
 """
 

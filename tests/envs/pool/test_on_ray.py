@@ -46,9 +46,9 @@ PROGRAM = """
 import asyncio, os, sys, time
 import nrl
 from nrl.envs import Environment, Step, Trace, Turn
-from nrl.envs.pool import on_ray
+from nrl.envs.pool import ray_worker
 
-on_ray._MORE_ROOM = 2.0
+ray_worker._MORE_ROOM = 2.0
 
 def right(task, trace):
     time.sleep(0.05)
