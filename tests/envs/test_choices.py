@@ -435,7 +435,25 @@ def test_a_task_that_says_nothing(task: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["(", "answer ", "\\boxed{", "A or ", "answer ( ", "answer" + " " * 1000, "answer is a and ", "B) x ", "A) x\n"],
+    [
+        *(
+            "(",
+            "answer ",
+            "\\boxed{",
+            "A or ",
+            "answer ( ",
+            "answer" + " " * 1000,
+            "answer is a and ",
+            "B) x ",
+            "A) x\n",
+        ),
+        *(
+            "leaving A and ",
+            "\\boxed{A}, \\boxed{B}, ",
+            "A is right. B is right. ",
+            "<answer>A</answer> <answer>B</answer> ",
+        ),
+    ],
 )
 def test_long_answers_take_little_time(text: str) -> None:
     began = time.process_time()
