@@ -36,7 +36,7 @@ _INSIDE = {  # what runs in the sandbox, in packages that have nothing else of n
     **dict.fromkeys(("nrl/__init__.py", "nrl/envs/__init__.py", "nrl/envs/inside/__init__.py"), b""),
     **{
         f"nrl/envs/inside/{name}.py": (Path(__file__).parent / "inside" / f"{name}.py").read_bytes()
-        for name in ("assertions", "calls", "peers", "proxies", "values")
+        for name in ("assertions", "calls", "contrasts", "peers", "proxies", "values")
     },
 }
 _SLOTS = threading.BoundedSemaphore(os.cpu_count() or 1)  # more at once would take each other's time

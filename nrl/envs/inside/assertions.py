@@ -26,7 +26,10 @@ def unbound(tree: Any) -> set[str]:
 
 
 def equal(found: Any, expected: Any) -> Any:
-    """Whether a test's ``found == expected`` holds; floats have nine digits, and a tuple may stand for a list."""
+    """Whether a test's ``found == expected`` holds; floats have nine digits, and a tuple may stand for a list.
+
+    NaN is equal to NaN: a test that expects it means it.
+    """
     result = found == expected
     if result is not False:
         return result
@@ -37,6 +40,8 @@ def equal(found: Any, expected: Any) -> Any:
     if isinstance(expected, dict) and isinstance(found, dict):
         return found.keys() == expected.keys() and all(equal(found[key], expected[key]) for key in expected)
     numbers = isinstance(found, int | float) and isinstance(expected, int | float)
+    if numbers and found != found and expected != expected:
+        return True
     if numbers and float in (type(found), type(expected)):
         try:
             return abs(found - expected) <= 1e-9 * max(abs(found), abs(expected))
