@@ -20,12 +20,14 @@ beyond the task's ``"choices"``; all letters elsewhere. A response that names se
 
 import re
 from collections.abc import Sequence
+from fractions import Fraction
 from itertools import islice, takewhile
 from typing import Any
 
 from nrl.envs.contract import Score, Task, Trace
 from nrl.envs.final_numbers import boxes
 from nrl.envs.plain_choices import plain_choice
+from nrl.envs.plain_values import plain_text, shown_value
 from nrl.envs.verifiers import extracts
 from nrl.errors import EnvError
 
@@ -253,8 +255,12 @@ def _unless_another(found: tuple[str, int, bool], text: str, choices: Sequence[A
     letter, end, _ = found
     own = ord(letter) - ord("A")
     beside = _normal(text[end : end + _LONGEST].partition("\n")[0])
-    named = [place for place, choice in enumerate(choices) if beside and _normal(str(choice)) == beside]
+    named = [place for place, choice in enumerate(choices) if beside and _normal(_text_of(choice)) == beside]
     return letter if not named or own in named else None
+
+
+def _text_of(choice: Any) -> str:
+    return plain_text(choice) if isinstance(choice, int | Fraction) else str(choice)
 
 
 def _normal(text: str) -> str:
@@ -317,7 +323,7 @@ def _bare_letter(text: str, letters: str, choices: Sequence[Any]) -> tuple[str |
         return found[0], reason.end()
     chosen, rest = _unless_another(found, text, choices), line[found[1] - start :]
     inner = rest.strip(" .:-")
-    is_own_text = any(_normal(str(each)) == _normal(rest) for each in choices)
+    is_own_text = any(_normal(_text_of(choice)) == _normal(rest) for choice in choices)
     if (
         _ANOTHER.search(rest)
         or _whole_letter(inner, 0, len(inner), letters)
@@ -351,16 +357,16 @@ def choice(task: Task, trace: Trace) -> Score:
         A reward of 1 or 0; if the response chooses nothing 0, with the status ``"parse_fail"``.
 
     Raises:
-        EnvError: the task has no such ``"answer"``.
+        EnvError: the task has no such ``"answer"``, or its ``"choices"`` are no list of 1 to 26 texts.
 
     >>> choice({"answer": "B"}, Trace("", ["The answer is B."])).reward
     1.0
     >>> choice({"answer": "Paris", "choices": ["Rome", "Paris"]}, Trace("", ["A"])).reward
     0.0
     """
-    choices = task.get("choices")
+    right, choices = _right(task), task.get("choices")
     letters = _LETTERS if choices is None else _LETTERS[: len(choices)]
-    right, found = _right(task), chosen_letter(trace.answer, letters, choices or ())
+    found = chosen_letter(trace.answer, letters, choices or ())
     return Score(float(found == right), "parse_fail" if found is None else "ok")
 
 
@@ -378,14 +384,16 @@ choice.check_task = _check_task  # type: ignore[attr-defined]
 def _right(task: Task) -> str:
     answer, choices = task.get("answer"), task.get("choices")
     if choices is not None:
+        if not isinstance(choices, list | tuple) or not 0 < len(choices) <= len(_LETTERS):
+            raise EnvError(f"choice: the task's choices are {shown_value(choices)}; give a list of 1 to 26 texts")
         place = _place(answer, list(choices))
         if place is not None:
             return chr(ord("A") + place)
     if isinstance(answer, str) and re.fullmatch(r"\(?[A-Za-z]\)?", answer.strip()):
         return answer.strip(" ()").upper()
     raise EnvError(
-        f"choice: the task's answer is {answer!r}, and its choices are {choices!r}; give a letter, or a text or a "
-        "place among the choices"
+        f"choice: the task's answer is {shown_value(answer)}, and its choices are {shown_value(choices)}; "
+        "give a letter, or a text or a place among the choices"
     )
 
 
