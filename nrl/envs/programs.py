@@ -63,9 +63,10 @@ def code(
 ) -> Verifier:
     """A verifier that runs the program of an answer, its last block of Python, against the tests of its task.
 
-    ``task["tests"]`` is a list of tests of two kinds. ``{"stdin": ..., "stdout": ...}``: the program is run with this
-    input, ends with status 0, and writes this output. ``input`` and ``output`` are other names for these; numbers and
-    lists of lines will do, and without an input it is empty. A text is Python that calls functions of the program and
+    ``task["tests"]`` is a list of tests of two kinds, also as JSON. ``{"stdin": ..., "stdout": ...}``: the program is
+    run with this input, ends with status 0, and writes this output. ``input`` and ``output`` are other names for these;
+    numbers and lists of lines will do, and without an input it is empty; ``{"inputs": [...], "outputs": [...]}``, as in
+    APPS, are such tests. A text is Python that calls functions of the program and
     raises unless it likes what they return, such as ``"assert add(1, 2) == 3"``; also ``def test_...()``, and classes
     of unittest. The program may be a ``class Solution`` with these functions as methods, and need not import
     ``typing``.
@@ -73,7 +74,9 @@ def code(
     It runs in a sandbox of its own; arguments and results are data (numbers, texts, bytes, containers, dates, None) and
     travel as such, and the test calls methods of other objects from afar. So what is expected is nowhere that the
     program could read it, and what compares is nowhere that the program could change it. In what a test asserts,
-    ``found == expected`` holds for floats with nine equal digits, and for a tuple where a list is expected.
+    ``found == expected`` holds for floats with nine equal digits, for two NaN, and for a tuple where a list is
+    expected. Where the program's own class compares objects that the test has made, an object made with other
+    arguments has to compare differently, or the test is not passed.
 
     A program that takes too long, ends early or crashes fails that test, and so does one whose answer to a call, with
     the arguments, has more than 16 MiB as JSON (``limits.output``, where that is more). This never makes the row

@@ -196,6 +196,17 @@ CODE: list[Row] = [
     ("assert f(abs, -1) == 1", "def f(g, x): return g(x)", 1.0),
     ("assert f(1).x == 1", "class P: x = 1\ndef f(x): return P()", 1.0),
     ("assert f(1) == 1", "class P:\n    def __eq__(self, o): return True\ndef f(x): return P()", 0.0),
+    (
+        "assert P(1) == P(1)",
+        "class P:\n    def __init__(self, x): self.x = x\n    def __eq__(self, o): return self.x == o.x",
+        1.0,
+    ),
+    (
+        "assert P(1) == P(1)",
+        "class P:\n    def __init__(self, x): self.x = x\n    def __eq__(self, o): return True",
+        0.0,
+    ),
+    ("assert f() == float('nan')", "def f(): return float('nan')", 1.0),
 ]
 
 KINDS: dict[str, list[Row]] = {
