@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,8 @@ from typing import Any
 import attrs
 
 from nrl.envs.contract import Score, Task, Trace, Verifier
-from nrl.envs.program_blocks import program_of
+from nrl.envs.inside.assertions import plain_classes
+from nrl.envs.program_blocks import parsed, program_of
 from nrl.envs.program_tests import (
     Test,
     fault_of_imports,
@@ -268,6 +270,9 @@ def _calls(sandbox: Sandbox, program: str, numbered: Mapping[int, str], limits: 
     """Whether each test passes that calls the program's functions; the tests come with their numbers in the task."""
     tests = list(numbered.values())
     progress = _Progress(tests, list(numbered))
+    words = set(re.findall(r"\w+", program))
+    trees = [tree for test in tests if "class" in test and (tree := parsed(test)) is not None]
+    test_classes = sorted({name for tree in trees for name in plain_classes(tree)} & words)
     most = max(_LINE, limits.output)
     share = attrs.evolve(
         limits,
@@ -281,7 +286,7 @@ def _calls(sandbox: Sandbox, program: str, numbered: Mapping[int, str], limits: 
             while progress.left and not progress.hopeless:
                 sandbox(
                     ["python", "-m", "nrl.envs.inside.calls", "serve"],
-                    lambda other: _run(checker, _Lines(other, most), program, progress, limits.seconds),
+                    lambda other: _run(checker, _Lines(other, most), program, test_classes, progress, limits.seconds),
                     _INSIDE,
                     share,
                 )
@@ -303,9 +308,11 @@ def _calls(sandbox: Sandbox, program: str, numbered: Mapping[int, str], limits: 
     return progress.passed + [False] * (len(tests) - len(progress.passed))
 
 
-def _run(checker: _Lines, program: _Lines, source: str, progress: _Progress, seconds: float) -> None:
+def _run(
+    checker: _Lines, program: _Lines, source: str, test_classes: list[str], progress: _Progress, seconds: float
+) -> None:
     """Run tests until one of them is the program's end."""
-    program.send(source)
+    program.send(source, test_classes)
     try:
         ready = program.line(time.monotonic() + seconds)
     except (EOFError, TimeoutError):

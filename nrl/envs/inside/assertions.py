@@ -4,7 +4,7 @@ import ast
 import builtins
 from typing import Any
 
-__all__ = ["equal", "forgiving", "independent_lines", "unbound"]
+__all__ = ["equal", "forgiving", "independent_lines", "plain_classes", "unbound"]
 
 
 def unbound(tree: Any) -> set[str]:
@@ -23,6 +23,29 @@ def unbound(tree: Any) -> set[str]:
             case ast.ExceptHandler(_, str(name)) | ast.MatchAs(_, str(name)) | ast.MatchStar(str(name)):
                 bound.add(name)
     return read - bound
+
+
+def plain_classes(tree: Any) -> set[str]:
+    """Return the names of classes of a test that its program may use: of such as a tree's nodes, not of tests.
+
+    They derive from nothing, and consist of methods and annotated fields, none of which asserts anything.
+    """
+    return {
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+        and not node.name.startswith("Test")
+        and all(isinstance(base, ast.Name) and base.id == "object" for base in node.bases)
+        and all(map(_is_part_of_plain_class, node.body))
+    }
+
+
+def _is_part_of_plain_class(node: Any) -> bool:
+    if isinstance(node, ast.FunctionDef):
+        return not node.name.startswith("test") and not any(isinstance(part, ast.Assert) for part in ast.walk(node))
+    if isinstance(node, ast.AnnAssign):
+        return node.value is None or isinstance(node.value, ast.Constant | ast.Call)
+    return isinstance(node, ast.Pass) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
 
 
 def equal(found: Any, expected: Any) -> Any:
