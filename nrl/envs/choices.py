@@ -20,13 +20,12 @@ beyond the task's ``"choices"``; all letters elsewhere. A response that names se
 
 import re
 from collections.abc import Sequence
-from fractions import Fraction
 from itertools import islice, takewhile
 from typing import Any
 
 from nrl.envs.contract import Score, Task, Trace
 from nrl.envs.final_numbers import boxes
-from nrl.envs.plain_choices import plain_choice
+from nrl.envs.phrases.plain_choices import plain_choice
 from nrl.envs.plain_values import plain_text, shown_value
 from nrl.envs.verifiers import extracts
 from nrl.errors import EnvError
@@ -255,12 +254,8 @@ def _unless_another(found: tuple[str, int, bool], text: str, choices: Sequence[A
     letter, end, _ = found
     own = ord(letter) - ord("A")
     beside = _normal(text[end : end + _LONGEST].partition("\n")[0])
-    named = [place for place, choice in enumerate(choices) if beside and _normal(_text_of(choice)) == beside]
+    named = [place for place, choice in enumerate(choices) if beside and _normal(plain_text(choice)) == beside]
     return letter if not named or own in named else None
-
-
-def _text_of(choice: Any) -> str:
-    return plain_text(choice) if isinstance(choice, int | Fraction) else str(choice)
 
 
 def _normal(text: str) -> str:
@@ -323,7 +318,7 @@ def _bare_letter(text: str, letters: str, choices: Sequence[Any]) -> tuple[str |
         return found[0], reason.end()
     chosen, rest = _unless_another(found, text, choices), line[found[1] - start :]
     inner = rest.strip(" .:-")
-    is_own_text = any(_normal(_text_of(choice)) == _normal(rest) for choice in choices)
+    is_own_text = any(_normal(plain_text(choice)) == _normal(rest) for choice in choices)
     if (
         _ANOTHER.search(rest)
         or _whole_letter(inner, 0, len(inner), letters)

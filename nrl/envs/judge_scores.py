@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from nrl.envs.judge_sentences import SCORE_NUMBER, SCORE_OF_BEST, float_of, score_of_sentence
+from nrl.envs.phrases.judge_sentences import SCORE_NUMBER, SCORE_OF_BEST, float_of, score_of_sentence
 from nrl.envs.replies import split_reasoning
 
 __all__ = ["read_score"]

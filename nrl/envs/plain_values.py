@@ -37,8 +37,8 @@ def real_number(value: Any) -> float | None:
         return math.nan
 
 
-def plain_text(value: str | float | Decimal | Fraction) -> str:
-    """Return a text or a number as Python writes it, however many digits an integer has."""
+def plain_text(value: object) -> str:
+    """Return a value as Python writes it, however many digits an integer has."""
     if isinstance(value, int) and not isinstance(value, bool):
         return str(Decimal(value))
     if isinstance(value, Fraction):

@@ -15,6 +15,7 @@ _VARIANTS = 6  # of a value that are tried, at most
 _PARTS = 3  # of a container or of arguments that are varied
 _DEPTH = 3
 
+type _Compare = Callable[[Any, Any], object]
 type _Remake = Callable[[Any, Callable[[Sequence[Any]], Iterator[Sequence[Any]]]], Iterator[Any]]
 """Makes objects of the program again, from arguments that a function varies; nothing for what it cannot make again."""
 
@@ -60,7 +61,7 @@ def _parts(values: Sequence[Any], remake: _Remake, depth: int) -> Iterator[list[
             yield [*values[:place], other, *values[place + 1 :]]
 
 
-def differs(compare: Callable[[Any, Any], Any], sides: tuple[Any, Any], remake: _Remake) -> bool:
+def differs(compare: _Compare, sides: tuple[Any, Any], remake: _Remake) -> bool:
     """Return whether a comparison that holds for two values fails for a variant of either.
 
     Args:
@@ -79,7 +80,7 @@ def differs(compare: Callable[[Any, Any], Any], sides: tuple[Any, Any], remake: 
     return any(_fails(compare, *pair) for pair in pairs or [(left, None)])
 
 
-def _fails(compare: Callable[[Any, Any], Any], left: Any, right: Any) -> bool:
+def _fails(compare: _Compare, left: object, right: object) -> bool:
     try:
         return not compare(left, right)
     except Exception:  # a method may take only what it knows
