@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nrl.arguments import described, register_kind
+from nrl.arguments import described, register_kind, with_article
 from nrl.errors import DataError
 
 __all__ = ["Tokenizer", "check_messages", "check_prompt", "check_text_alone", "exists", "fields", "kind", "shown"]
@@ -20,7 +20,7 @@ def shown(text: str, most: int = 60) -> str:
 
 def kind(value: Any) -> str:
     """The words for a value's type in a message, such as ``a list``."""
-    return "nothing (null)" if value is None else f"a {type(value).__name__}"
+    return "nothing (null)" if value is None else with_article(type(value).__name__)
 
 
 def fields(row: Mapping[Any, Any]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from nrl.envs.contract import Score, Task, Trace, Verifier
 from nrl.envs.final_numbers import expected_value, final_number, final_value
+from nrl.envs.plain_values import plain_text, shown_value
 from nrl.errors import EnvError
 
 __all__ = [
@@ -76,7 +77,7 @@ def exact(task: Task, trace: Trace) -> float:
     (1.0, 0.0)
     """
     answer = answer_of("exact", task)
-    return float(trace.reasoning_ended and trace.answer.strip() == str(answer).strip())
+    return float(trace.reasoning_ended and trace.answer.strip() == plain_text(answer).strip())
 
 
 @extracts(final_number)
@@ -138,8 +139,8 @@ def number_or_wrong(task: Task, trace: Trace) -> Score:
     return _score(trace, expected_value(answer_of("number_or_wrong", task)))
 
 
-def _no_number(answer: Any) -> str:
-    text = str(answer)
+def _no_number(answer: str | float | Decimal | Fraction) -> str:
+    text = plain_text(answer)
     return f"task['answer'] is {text if len(text) < 200 else '...' + text[-200:]!r}, from which no number can be read"
 
 
@@ -185,5 +186,5 @@ def answer_of(verifier: str, task: Task) -> str | int | float | Decimal | Fracti
         )
     answer = task["answer"]
     if isinstance(answer, bool) or not isinstance(answer, str | int | float | Decimal | Fraction):
-        raise EnvError(f"{verifier}: task['answer'] is {answer!r}; give a string or a number")
+        raise EnvError(f"{verifier}: task['answer'] is {shown_value(answer)}; give a string or a number")
     return answer

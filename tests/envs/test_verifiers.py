@@ -62,6 +62,13 @@ def test_exact(answer: Any, response: str, reward: float) -> None:
     assert got == reward
 
 
+def test_numbers_of_many_digits_are_compared_as_text() -> None:
+    digits = "1" + "0" * 5000
+    for answer, response in ((10**5000, digits), (-(10**5000), f"-{digits}"), (Fraction(10**5000, 3), f"{digits}/3")):
+        assert exact({"answer": answer}, response) == 1.0
+        assert exact({"answer": answer}, f"{response}0") == 0.0
+
+
 # What each response says, as a fraction; None where it has no answer.
 SAYS: list[tuple[str, str | None]] = [
     # after ####
