@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from nrl.envs.contract import Score, Task, Trace, Verifier
-from nrl.envs.final_numbers import expected_value, final_number, final_value
+from nrl.envs.final_numbers import describe_answer, expected_value, final_number, final_value
 from nrl.errors import EnvError
 
 __all__ = [
@@ -139,8 +139,7 @@ def number_or_wrong(task: Task, trace: Trace) -> Score:
 
 
 def _no_number(answer: Any) -> str:
-    text = str(answer)
-    return f"task['answer'] is {text if len(text) < 200 else '...' + text[-200:]!r}, from which no number can be read"
+    return f"task['answer'] is {describe_answer(answer)}, from which no number can be read"
 
 
 def _score(trace: Trace, expected: Fraction | None) -> Score:

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nrl.envs.mathematics.answers import answer_span, same_number, tidy
+from nrl.envs.mathematics.answers import same_number, tidy
 from nrl.envs.mathematics.comparing import equal, is_right, unusable
+from nrl.envs.mathematics.finding import answer_span
 from nrl.envs.mathematics.nodes import NoValueError, UnreadableError
 from nrl.envs.mathematics.reading import read
 from tests.envs.mathematics_rows import RESPONSES, ROWS, SHOWN

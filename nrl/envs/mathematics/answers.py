@@ -1,141 +1,51 @@
-r"""The final answer of a response as text, and what can be said of it without mathematics.
-
-**Where it is looked for**, in the last 16,384 characters of a response. The first of these that it has decides:
-
-1. the last line that ``####`` begins and that is no heading;
-2. the last ``\boxed{...}``, which has to be closed, and those that only a comma, "and" or "or" parts from it: then the
-   answer is all of them together;
-3. the last ``<answer>...</answer>``, ``"answer": ...`` of JSON, or line ``Answer: even``, if no formula stands behind;
-4. the last formula (``$...$``, ``$$...$$``, ``\(...\)``, ``\[...\]``), unless a number stands behind it;
-5. a last line, or what follows "answer is", "答案是" or the like in it, that has no words in it; or so an earlier line,
-   where those behind it have no numbers;
-6. the last number, as `nrl.envs.final_number` finds it.
-
-All of it is linear in the text, and nothing is evaluated.
-"""
+r"""Write an answer in one way, and compare two plain numbers, without mathematics. Nothing is evaluated."""
 
 import functools
 import math
 import re
-from collections.abc import Iterator
 from fractions import Fraction
 
-from nrl.envs.final_numbers import boxes, final_number, marked_number, only_number
-from nrl.envs.mathematics.statements import (
-    SAYS,
-    is_taken_back,
-    last_statement,
-    may_be_formula,
-    sentence_end_removed,
-)
+from nrl.envs.final_numbers import only_number
+from nrl.envs.mathematics.hedges import is_noun_phrase
 
 __all__ = [
+    "DROPPED",
     "LONGEST",
-    "answer_span",
-    "final_answer",
+    "SIGNS",
     "plain_number",
-    "repeats",
     "rounds",
+    "same_commands",
     "same_number",
     "tidy",
+    "tighten",
     "written",
 ]
 
 LONGEST = 1000
 """Characters that an answer has at most; whatever is longer is none."""
 
-_READ = 16_384
 _DEEPEST = 40  # braces and brackets in each other: what reads formulas takes a stack for each
-_JOINED = 8  # boxes
-_MARKS = 8  # of which the last is no heading
-_LINES = 8  # from the last, where those behind an answer have no numbers in them
 
-_MARK = re.compile(r"(?<!#)####(?!#)([^\n#]*)")
-_BETWEEN = re.compile(r"(?:[\s$,;]|\\[()\[\]]|\\text\{\s*(?:and|or)\s*\}|and\b|or\b)*")
-_FORMULA = re.compile(
-    r"(?<!\\)\$\$(?P<a>[^$]+)\$\$|\\\[(?P<b>(?:[^\\]|\\[^\]\[])+)\\\]|\\\((?P<c>(?:[^\\]|\\[^()])+)\\\)"
-    r"|(?<![\\$])\$(?=[^\s$])(?P<d>[^$\n]*[^\s$\\])\$(?![0-9$])"
-)
-
-
-def final_answer(response: str) -> str | None:
-    r"""The final answer of a response; the module's docstring says where it is looked for.
-
-    Args:
-        response: the model's text.
-
-    Returns:
-        A number in lowest terms, or LaTeX without what does not matter; equal texts are equal answers, though equal
-        answers may have texts that differ. None: the response holds no answer.
-
-    >>> final_answer(r"So \boxed{0.50}."), final_answer(r"It is $x = \dfrac12$."), final_answer("Nothing.")
-    ('1/2', 'x=\\frac12', None)
-    """
-    span = answer_span(response)
-    return None if span is None else written(span)
-
-
-def answer_span(response: str) -> str | None:
-    r"""Return the part of a response that is its final answer, as it stands there; None: there is none.
-
-    >>> answer_span(r"So \boxed{0.50}."), answer_span("Nothing.")
-    ('0.50', None)
-    """
-    text = response[-_READ:]
-    for mark in reversed(list(_MARK.finditer(text))[-_MARKS:]):
-        if mark[1].strip() and (_may_be_answer(mark[1]) or next(marked_number(mark[0]), None) is not None):
-            return mark[1]
-    found = list(_together(text))
-    if found:
-        return None if None in found else ", ".join(each for each in reversed(found) if each is not None)
-    *_, formula = [None, *_FORMULA.finditer(text)]
-    statement = last_statement(text)
-    if statement is not None and (formula is None or formula.end() <= statement.end):
-        inner = answer_span(statement.text) if statement.marked and len(statement.text.split()) > 3 else statement.text
-        if inner and not is_taken_back(text[statement.end :]):
-            return inner
-    rest = text[formula.end() :] if formula is not None else text
-    if formula is not None:
-        behind = final_number(rest)
-        return behind or next(each for each in formula.group("a", "b", "c", "d") if each is not None)
-    lines = [line for line in rest.split("\n") if line.strip()]
-    for count, line in enumerate(reversed(lines[-_LINES:])):
-        *_, said = [0, *(found.end() for found in SAYS.finditer(line))]
-        bare = sentence_end_removed(line[said:], bool(said))
-        if bare and _may_be_answer(bare) and (said or not count):
-            return bare
-        if re.search(r"[0-9=+*/^\\$]", line) or is_taken_back(line):
-            break
-    return final_number(rest)
-
-
-def _may_be_answer(text: str) -> bool:
-    return len(text) <= LONGEST and may_be_formula(text)
-
-
-def _together(text: str) -> Iterator[str | None]:
-    """What is in the last box, and in those before it that belong to it, from the last to the first."""
-    start = -1
-    for count, box in enumerate(boxes(text)):
-        if box is None:
-            if not count:
-                yield None  # cut off
-            return
-        if count and not (0 <= start - box[1] < 40 and _BETWEEN.fullmatch(text, box[1], start)):
-            return
-        if count == _JOINED:
-            return
-        yield box[2]
-        start = box[0]
-
-
-# --- One way to write it.
-
-_SIGNS = str.maketrans(
+SIGNS = str.maketrans(
     {chr(0xFF10 + digit): str(digit) for digit in range(10)}
     | dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\ufe63\uff0d", "-")
     | {chr(0x2080 + digit): f"_{{{digit}}}" for digit in range(10)}
-    | {"＋": "+", "＝": "=", "，": ",", "（": "(", "）": ")", "．": ".", "\u2044": "/", "\u2215": "/"}
+    | {
+        "＋": "+",
+        "＝": "=",
+        "，": ",",
+        "（": "(",
+        "）": ")",
+        "．": ".",
+        "、": ",",
+        "；": ";",
+        "：": ":",
+        "＞": ">",
+        "＜": "<",
+        "。": "",
+        "\u2044": "/",
+        "\u2215": "/",
+    }
     | {"×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "∗": "*", "±": r"\pm ", "°": r"^{\circ}", "′": "'"}
     | {"π": r"\pi ", "∞": r"\infty ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "λ": r"\lambda "}
     | {
@@ -157,15 +67,24 @@ _POWERS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-", strict=True)
 _RAISED = re.compile(f"[{''.join(_POWERS)}]+")
 _DOTS = re.compile(r"\.{3,}|…")
 _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|\{([^{}]*)\}|([0-9.]+|[A-Za-z]))")
-_DROPPED = re.compile(
+DROPPED = re.compile(
     r"(?<!\\)\$|\\(?:left|right|therefore|[bB]igg?[lr]?|displaystyle|textstyle|limits|quad|qquad)(?![A-Za-z])|\\[,!;:>]"
-    r"|(?<!\\)~|\\(?=\$)|\\[()]"
+    r"|(?<!\\)~|\\(?=\$)|\\[()]|`|\\(?:text)?color *\{[A-Za-z]+\}"
+    r"|\\(?:[Ll]arge|LARGE|[Hh]uge|small|normalsize|underline)(?![A-Za-z])"
+    r"|\\(?:bf|rm|it)(?= ?[0-9])"
 )
 _SAME = re.compile(r"\\(?:dfrac|tfrac|cfrac)(?![A-Za-z])|\\(?:leq|geq|neq|lbrace|rbrace)(?![A-Za-z])")
 _INSTEAD = {"leq": r"\le", "geq": r"\ge", "neq": r"\ne", "lbrace": r"\{", "rbrace": r"\}"}
 _SPACES = re.compile(r"\s+")
 _TIGHT = re.compile(r" ?([-+*/^=()<>|\[\]]|(?<!\\)[{}]|\\[{}]) ?")
 _COMMA = re.compile(r" ?, ?(?!(?<=, )[0-9]{3}(?![0-9]))")  # "1, 234" is not 1,234
+_INTRODUCTION = re.compile(
+    r"\A(?P<open>\\(?:text|mathrm|textbf) ?\{ ?)?(?:(?:thus|so|hence|therefore),? )?(?:the )?"
+    r"(?:final |correct |total )?"
+    r"(?:(?:answer|result|value|solution|total|sum)s?(?: set)?(?: (?:is|are)(?: ?:)?|:| ?=)(?! ?not\b)"
+    r"|there (?:is|are)(?= *\}? *[0-9])) ?(?P<close>\})? ?",
+    re.IGNORECASE,
+)
 _END = re.compile(r"[\s.,;:]+$")
 
 
@@ -199,10 +118,36 @@ def tidy(answer: str) -> str | None:
         return answer
     if len(answer) > LONGEST:
         return None
-    text = _SAME.sub(lambda found: _INSTEAD.get(found[0][1:], r"\frac"), _DROPPED.sub("", _spelled(answer)))
+    text = same_commands(DROPPED.sub("", _spelled(answer)))
     text = re.sub(r"(?<!\\)\\ ", " ", text)
-    text = _COMMA.sub(",", _TIGHT.sub(r"\1", _SPACES.sub(" ", _END.sub("", text).strip())))
+    text = _INTRODUCTION.sub(_introduction, _SPACES.sub(" ", _END.sub("", text).strip()), count=1)
+    text = _COMMA.sub(",", tighten(text))
     return text if _depth(text) <= _DEEPEST and any(not each.isspace() and each != "\\" for each in text) else None
+
+
+def _introduction(match: re.Match[str]) -> str:
+    """Return what is left of "The answer is", in or before a text in LaTeX."""
+    if match["open"]:
+        return "" if match["close"] else match["open"]
+    return match["close"] or ""
+
+
+def same_commands(text: str) -> str:
+    r"""Return LaTeX with one of several commands that mean the same.
+
+    >>> same_commands(r"\dfrac{1}{2} \leq x")
+    '\\frac{1}{2} \\le x'
+    """
+    return _SAME.sub(lambda command: _INSTEAD.get(command[0][1:], r"\frac"), text)
+
+
+def tighten(text: str) -> str:
+    """Return a formula without white space around its signs.
+
+    >>> tighten("x + 1 = 2")
+    'x+1=2'
+    """
+    return _TIGHT.sub(r"\1", text)
 
 
 def _spelled(answer: str) -> str:
@@ -211,7 +156,7 @@ def _spelled(answer: str) -> str:
         answer = re.sub(r"(?<!\\)\$(?= ?[0-9.])", r"\\$", answer)  # One alone is a currency, not the edge of a formula.
     text = _RAISED.sub(lambda found: "^{" + "".join(_POWERS[each] for each in found[0]) + "}", answer)
     text = _DOTS.sub(r"\\ldots ", text)
-    return _ROOT.sub(lambda found: r"\sqrt{" + (found[1] or found[2] or found[3] or "") + "}", text).translate(_SIGNS)
+    return _ROOT.sub(lambda found: r"\sqrt{" + (found[1] or found[2] or found[3] or "") + "}", text).translate(SIGNS)
 
 
 def _repeated(found: re.Match[str]) -> Fraction:
@@ -236,13 +181,7 @@ _REPEATING = re.compile(
 _PLAIN = re.compile(
     r"[\s$€£¥₹\\!]*(?:[-+][\s$€£¥₹\\]*)?"
     r"(?:[0-9][0-9.,{}!\\ ]*(?:[eE][-+]?[0-9]{1,3}|/ ?[0-9][0-9.,]*)?|\.[0-9]+|(?:[0-9]+ ?)?\\[dtc]?frac ?[0-9{} ]+)"
-    r"(?:\\(?:text|mathrm|mbox|,|;|:) ?\{[^{}\\0-9]*\}|[ \\]+(?P<unit>[a-z]{3,}(?: [a-z]{2,})*))?[\s.$\\]*"
-)
-_NO_UNITS = re.compile(
-    r"\b(?:sqrt|frac|overline|bar|dot|[lc]?dots|sin|cos|tan|cot|sec|csc|log|exp|inf|infinity|infty|times|cdot|mod|max|min|abs|factorial|or|and|plus"
-    r"|alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|rho|sigma|tau|phi|chi|psi|omega|pm|cup|cap|pct"
-    r"|percent|percentage|squared|cubed|degrees|radians|minus|divided|dozen|hundred|thousand|million|billion|trillion"
-    r")\b"
+    r"(?:\\(?:text|mathrm|mbox|,|;|:) ?\{(?P<text>[^{}\\0-9]*)\}|[ \\]+(?P<unit>[a-z]{3,}(?: [a-z]{2,})*))?[\s.$\\]*"
 )
 
 
@@ -262,10 +201,12 @@ def plain_number(text: str) -> Fraction | None:
         return Fraction(int(text))
     if len(text) > LONGEST:
         return None
-    found = _PLAIN.fullmatch(text)
-    if found is None or (found["unit"] and _NO_UNITS.search(found["unit"])):
+    match = _PLAIN.fullmatch(text)
+    if match is None:
         return None
-    return only_number(text)
+    words = (match["unit"] or match["text"] or "").strip()
+    command = bool(match["unit"]) and text[match.start("unit") - 1] == "\\"
+    return None if command or (words and not is_noun_phrase(words)) else only_number(text)
 
 
 def same_number(reference: str, answer: str) -> bool | None:
@@ -320,79 +261,3 @@ def _decimals(value: Fraction) -> int | None:
         while rest % prime == 0:
             rest, counts[prime] = rest // prime, counts[prime] + 1
     return max(counts.values()) if rest == 1 else None
-
-
-# --- A question is no answer to itself.
-
-_OPERATION = re.compile(
-    r".[-+*/^!]|\\(?:frac|sqrt|int|sum|prod|lim|binom|log|ln|sin|cos|tan|times|cdot|gcd|det)(?![a-z])"
-)
-_TIMES = re.compile(r"\\(?:times|cdot|ast)(?![A-Za-z]) ?")
-_AROUND = re.compile(r"\$|\\[()\[\]]")
-_PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}[,:]?(?=\s)")
-_ONE = re.compile(r"\{([A-Za-z0-9])\}")
-_JOINS = re.compile(r"[A-Za-z0-9+\-*/^()\\|_{}]")
-
-
-def repeats(answer: str, prompt: str, reference: str) -> bool:
-    r"""Whether an answer is but a formula of the question, with something left to compute, and not the reference.
-
-    The order of its parts, parentheses, and a zero or a one more do not matter: the answer is known to be equal, or
-    is wrong anyway.
-
-    Args:
-        answer: as `written`.
-        prompt: the question.
-        reference: as `written`.
-
-    >>> repeats("6*7", r"What is $6 \times 7$?", "42"), repeats("6", "What is $6*7$?", "42"), repeats("6*7", "?", "42")
-    (True, False, False)
-    >>> repeats("(1+x)^2", "Expand (x+1)^2.", "x^2+2x+1"), repeats("(1+x)^2", "Factor x^2+2x+1.", "(x+1)^2")
-    (True, False)
-    """
-    told, right = _plainest(answer), _plainest(reference)
-    if told == right or not _OPERATION.search(told):
-        return False
-    asked, formulas = _asked(prompt[-_READ:])
-    if _stands_alone(told, asked):
-        return True
-    return _parts(told) in formulas and _parts(told) != _parts(right)
-
-
-def _stands_alone(part: str, text: str) -> bool:
-    """Whether a part is somewhere in a text with nothing beside it that joins. A pattern of it takes longer."""
-    start = text.find(part)
-    while start >= 0:
-        end = start + len(part)
-        if not (_JOINS.match(text[start - 1 : start]) or _JOINS.match(text, end)):
-            return True
-        start = text.find(part, start + 1)
-    return False
-
-
-_NOTHING = re.compile(r"\+0(?![0-9.])|(?<![0-9.^])0\+|\*1(?![0-9.])|(?<![0-9.^])1\*|\^1(?![0-9.])|\^\{1\}")
-_PART = re.compile(r"\\[A-Za-z]+|[A-Za-z0-9]|[-/^!|]")
-_APART = re.compile(r"(?:^|(?<=[\s;,.:?]))[A-Za-z]{2,}(?=[\s;,.:?!]|$)|[=;,?:<>]|\.(?=\s|$)")
-
-
-@functools.lru_cache(64)
-def _asked(prompt: str) -> tuple[str, frozenset[str]]:
-    """A question in one way to write it; and its formulas, each as its parts."""
-    plain = prompt.translate(_SIGNS)
-    apart = _AROUND.sub(";", plain)
-    within = [each for found in _FORMULA.finditer(plain) for side in found.groups("") for each in side.split("=")]
-    pieces = [each for each in (*_APART.split(apart), *within) if len(each) <= LONGEST]
-    alone = _PROSE.sub(lambda found: f"{found[0]};", apart)  # else "Expand(x+1)" is one
-    asked = _plainest(_TIGHT.sub(r"\1", _SPACES.sub(" ", _DROPPED.sub("", alone))))
-    return asked, frozenset(_parts(_plainest(_DROPPED.sub("", each))) for each in pieces)
-
-
-def _parts(text: str) -> str:
-    """What a formula is made of, up to the order."""
-    text = _NOTHING.sub("", _SPACES.sub("", text))
-    return " ".join(sorted("/" if each == r"\frac" else each for each in _PART.findall(text)))
-
-
-def _plainest(text: str) -> str:
-    text = _SAME.sub(lambda found: _INSTEAD.get(found[0][1:], r"\frac"), text)
-    return _TIGHT.sub(r"\1", _ONE.sub(r"\1", _TIMES.sub("*", text)))

@@ -8,7 +8,7 @@ __all__ = ["is_bracketed", "items_in", "outside_removed", "split_at_top"]
 
 _BEGINS_ANSWER = re.compile(r"[-+]?[$€£¥₹(\[{]?[-+.]?[0-9]|[A-Za-z] ?[=<>]")
 _ABOUT = re.compile(
-    r"(?:\\(?:approx|sim(?:eq)?)(?![A-Za-z])|≈|~) ?|(?:about|approximately|approx\.?|roughly) (?=[$€£0-9])"
+    r"(?:\\(?:approx|sim(?:eq)?)(?![A-Za-z])|≈|~) ?|(?:about|approximately|approx\.?|roughly) (?=[$€£]|[0-9]*\.[0-9])"
 )
 _PRECISION = re.compile(
     r" ?\( ?(?:to )?[0-9]* ?(?:d\.? ?p\.?|s\.? ?f\.?|decimal places?|sig(?:nificant)?\.? fig(?:ure)?s?"
