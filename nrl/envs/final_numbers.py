@@ -48,7 +48,6 @@ from nrl.envs.mathematics.hedges import (
 
 __all__ = [
     "boxes",
-    "describe_answer",
     "expected_value",
     "final_number",
     "final_value",
@@ -95,19 +94,6 @@ def expected_value(answer: Any) -> Fraction | None:
         return value if readable else None  # No response has such a number: a longer numeral is not read.
     text = str(answer)
     return next(itertools.chain(marked_number(text), _boxed(text), [only_number(text)]))
-
-
-def describe_answer(answer: Any) -> str:
-    """Return a task's answer as text for an error; of a long one its end, of an integer without a text its size.
-
-    >>> describe_answer("1 or 2"), describe_answer(10**5000)
-    ("'1 or 2'", 'a number of more than 4300 digits')
-    """
-    try:
-        text = str(answer)
-    except ValueError:
-        return "a number of more than 4300 digits"
-    return repr(text if len(text) < 200 else "..." + text[-200:])
 
 
 # --- Where an answer may stand: each yields a number, or None for no number; or nothing if it is not there.

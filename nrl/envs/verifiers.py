@@ -9,13 +9,14 @@ from fractions import Fraction
 from typing import Any
 
 from nrl.envs.contract import Score, Task, Trace, Verifier
-from nrl.envs.final_numbers import describe_answer, expected_value, final_number, final_value
+from nrl.envs.final_numbers import expected_value, final_number, final_value
 from nrl.errors import EnvError
 
 __all__ = [
     "VERIFIERS",
     "Extractor",
     "answer_of",
+    "describe_answer",
     "exact",
     "extractor",
     "extracts",
@@ -136,6 +137,19 @@ def number_or_wrong(task: Task, trace: Trace) -> Score:
     (1.0, 0.0)
     """
     return _score(trace, expected_value(answer_of("number_or_wrong", task)))
+
+
+def describe_answer(answer: Any) -> str:
+    """Return a task's answer as text for an error; of a long one its end, of an integer without a text its size.
+
+    >>> describe_answer("1 or 2"), describe_answer(10**5000)
+    ("'1 or 2'", 'a number of more than 4300 digits')
+    """
+    try:
+        text = str(answer)
+    except ValueError:
+        return "a number of more than 4300 digits"
+    return repr(text if len(text) < 200 else "..." + text[-200:])
 
 
 def _no_number(answer: Any) -> str:

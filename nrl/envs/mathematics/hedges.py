@@ -87,8 +87,8 @@ _LABEL_BEFORE = re.compile(
 )
 _CHANGED_BEHIND = re.compile(
     r"\s*-?(?:(?:or|and) (?:more|less|so|higher|lower|fewer|greater|larger|smaller|above|below"
-    r"|thereabouts|over|under|upwards?|up|counting|a half|a quarter|a third|half)\b|at (?:least|most)\b|ish\b|\+(?!\s*[0-9])"
-    r"|(?:dozens?|gross|squared|cubed|factorial|halves|thirds|fourths|fifths|sixths|sevenths|eighths|ninths|tenths"
+    r"|thereabouts|over|under|upwards?|up|counting|a half|a quarter|a third|half)\b|at (?:least|most)\b"
+    r"|ish\b|\+(?!\s*[0-9])|(?:dozens?|gross|squared|cubed|factorial|halves|thirds|fourths|fifths|sixths|sevenths|eighths|ninths|tenths"
     r"|hundredths|thousandths|millionths|lakhs?|crores?|doubled|tripled|quadrupled|halved)\b|score\b(?! of)"
     r"|per ?cent (?:off|more|less)\b|point (?:[0-9]|zero|one|two|three|four|five|six|seven|eight|nine)\b"
     r"|(?:times|plus|minus|over|divided by|mod(?:ulo)?|choose) "
@@ -190,18 +190,18 @@ _OPINIONS = (
 )
 # These words multiply a number, or calculate with it.
 _NUMBERS_AND_OPERATIONS = (
-    "plus minus times divided zero one two three four five six seven eight nine ten eleven twelve thirteen "
+    "plus minus times divided cent zero one two three four five six seven eight nine ten eleven twelve thirteen "
     "fourteen fifteen sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety "
     "twos threes fives tens hundreds dozen dozens score scores gross hundred thousand thousands million millions "
     "billion billions trillion trillions quadrillion nonillion lakh lakhs crore crores mil bn pair pairs couple "
     "couples brace half halves third thirds quarter quarters fourth fourths fifth fifths sixth sixths seventh "
     "sevenths eighth eighths ninth ninths tenth tenths hundredth hundredths thousandth thousandths millionth "
-    "millionths trillionth trillionths percent percentage pct cent squared cubed doubled tripled halved double "
+    "millionths trillionth trillionths percent percentage pct squared cubed doubled tripled halved double "
     "triple quadruple twice thrice factorial power powers root roots radical radicals inverse reciprocal "
     "complement opposite reversed remainder quotient base mod modulo choose point log logs sqrt multiples cbrt "
-    "frac overline bar dot dots ldots cdots sin cos tan cot sec csc sinh cosh tanh exp inf infinity infty oo cdot "
+    "sin cos tan cot sec csc sinh cosh tanh exp inf infinity oo "
     "max min abs gcd lcm floor ceil alpha beta gamma delta epsilon zeta eta theta iota kappa lambda rho sigma tau "
-    "phi chi psi omega pi cis pm cup cap per_cent ln lg ascending descending"
+    "phi chi psi omega pi cis ln lg ascending descending"
 )
 _CHANGING = frozenset(f"{_FUNCTION_WORDS} {_OPINIONS} {_NUMBERS_AND_OPERATIONS}".split())
 _DESCRIBING = frozenset(("positive", "negative", "other", "same", "maximum", "minimum"))  # before a noun

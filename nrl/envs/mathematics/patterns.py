@@ -2,7 +2,7 @@
 
 import re
 
-__all__ = ["FLIPPED", "INTEGERS", "NAME", "RELATIONS", "SIGN", "VARIABLE"]
+__all__ = ["FLIPPED", "INTEGERS", "NAME", "RELATIONS", "SIGN", "VALUE", "VARIABLE"]
 
 RELATIONS = {
     "=": "=",
@@ -32,6 +32,11 @@ NAME = re.compile(
 )
 VARIABLE = re.compile(
     r"(?:[A-Za-z]|\\(?:alpha|beta|gamma|theta|lambda|mu|phi|omega|rho|sigma))(?:_(?:\{[^{}]*\}|[A-Za-z0-9]))?"
+)
+VALUE = re.compile(  # An expression before an equals sign of which an answer may give the value alone
+    r"\\(?:sin|cos|tan|cot|sec|csc)(?:\^\{?-?[0-9]\}?)? ?(?:\\?[A-Za-z]+|\{[^{}=]*\}|\([^()=]*\)|\\angle ?[A-Z]+)"
+    r"|\|(?:[A-Z]{2}|z(?:_\{?[0-9]\}?)?|\\(?:vec|overrightarrow|mathbf|boldsymbol) ?\{[^{}]*\})\|"
+    r"|\\lim(?:_\{[^{}]*\})?.*|S_\{?(?:\\triangle ?)?[A-Z]+\}?|\\(?:triangle|Delta) ?[A-Z]{3}"
 )
 _WHOLE = (
     r"(?:\\in(?![A-Za-z])|∈|(?:is |are )?in) ?(?:\\(?:mathbb|mathbf|Bbb|mathrm) ?)?\{?(?P<set>Z|N|the integers)\}?"

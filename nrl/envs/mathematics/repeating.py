@@ -3,8 +3,8 @@
 import functools
 import re
 
-from nrl.envs.mathematics.answers import DROPPED, LONGEST, SIGNS, same_commands, tighten
-from nrl.envs.mathematics.finding import FORMULA, READ
+from nrl.envs.mathematics.answers import FORMULA, READ
+from nrl.envs.mathematics.tidying import DROPPED, LONGEST, SIGNS, same_commands, tighten
 
 __all__ = ["repeats"]
 
