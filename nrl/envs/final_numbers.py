@@ -16,7 +16,7 @@ r"""The final number of a text: where it stands, and how it is written.
 
 A number is no answer where the text gives it as a bound (``at least 16``), a guess (``maybe 16``), one of several
 (``42 or 43``), the name of a page or a step, or a question, or says that it is wrong. Where the text takes its answer
-back ("I made a mistake"), only what stands behind that counts. `nrl.envs.mathematics.hedges` has these rules.
+back ("I made a mistake"), only what stands behind that counts. `nrl.envs.mathematics.words.hedges` has these rules.
 
 **What a number is.** Digits with an optional sign (also the Unicode minus), decimals, thousands separators (``1,234``,
 ``1{,}234``, thin spaces), an exponent as in ``1.5e3``, simple fractions (``3/4``, ``\frac{3}{4}``, ``½``), mixed ones
@@ -36,7 +36,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
-from nrl.envs.mathematics.hedges import (
+from nrl.envs.mathematics.words.hedges import (
     is_candidate,
     is_denied,
     is_doubted,

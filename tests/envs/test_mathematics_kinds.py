@@ -10,7 +10,7 @@ from nrl.envs.mathematics.answers import answer_span
 from nrl.envs.mathematics.comparing import equal, is_right, unusable
 from nrl.envs.mathematics.nodes import NoValueError, UnreadableError
 from nrl.envs.mathematics.reading import read
-from nrl.envs.mathematics.tidying import same_number, tidy
+from nrl.envs.mathematics.words.tidying import same_number, tidy
 from tests.envs.mathematics_rows import RESPONSES, ROWS, SHOWN
 
 PAGE = Path(__file__).parents[2] / "docs" / "verifiers.md"

@@ -18,16 +18,16 @@ import re
 from typing import NamedTuple
 
 from nrl.envs.final_numbers import final_number, joined_boxes, marked_number
-from nrl.envs.mathematics.hedges import is_denied, is_doubted, is_question, retraction_end
-from nrl.envs.mathematics.spoken import spoken_number
-from nrl.envs.mathematics.statements import (
+from nrl.envs.mathematics.words.hedges import is_denied, is_doubted, is_question, retraction_end
+from nrl.envs.mathematics.words.spoken import spoken_number
+from nrl.envs.mathematics.words.statements import (
     SAYS,
     is_taken_back,
     last_statement,
     may_be_formula,
     sentence_end_removed,
 )
-from nrl.envs.mathematics.tidying import LONGEST, written
+from nrl.envs.mathematics.words.tidying import LONGEST, written
 
 __all__ = ["FORMULA", "READ", "answer_span", "final_answer"]
 

@@ -32,7 +32,7 @@ from nrl.envs.mathematics.nodes import Node, NoValueError, UnreadableError, symb
 from nrl.envs.mathematics.reading import read
 from nrl.envs.mathematics.regions import as_relation, equal_regions, equal_relations
 from nrl.envs.mathematics.remainders import equal_congruences, equal_lines, has_residue, is_solution
-from nrl.envs.mathematics.units import conversion, differ
+from nrl.envs.mathematics.words.units import conversion, differ
 from nrl.envs.mathematics.working import is_worked, last_side, values_in
 
 __all__ = ["equal", "is_right", "unusable"]

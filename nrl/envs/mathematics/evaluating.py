@@ -15,7 +15,7 @@ import mpmath  # type: ignore[import-untyped]
 from mpmath import mp
 
 from nrl.envs.mathematics.nodes import Node, NoValueError, UnreadableError, functions_in, symbols_in
-from nrl.envs.mathematics.tidying import rounds
+from nrl.envs.mathematics.words.tidying import rounds
 
 __all__ = ["constant_ratio", "equal_values", "exact", "fault_of", "number_at"]
 

@@ -30,7 +30,10 @@ from nrl.envs.mathematics.matrices import read_matrix, read_rows
 from nrl.envs.mathematics.nodes import Node, UnreadableError, symbols_in
 from nrl.envs.mathematics.notation import as_latex
 from nrl.envs.mathematics.patterns import FLIPPED, INTEGERS, NAME, RELATIONS, SIGN, VALUE, VARIABLE
-from nrl.envs.mathematics.plain_kinds import (
+from nrl.envs.mathematics.regions import intersection
+from nrl.envs.mathematics.remainders import read_congruences, read_division
+from nrl.envs.mathematics.separators import drop_words_of_items, is_bracketed, items_in, outside_removed, split_at_top
+from nrl.envs.mathematics.words.plain_kinds import (
     TEXT,
     read_based,
     read_choice,
@@ -42,11 +45,8 @@ from nrl.envs.mathematics.plain_kinds import (
     read_words,
     split_choice,
 )
-from nrl.envs.mathematics.regions import intersection
-from nrl.envs.mathematics.remainders import read_congruences, read_division
-from nrl.envs.mathematics.separators import drop_words_of_items, is_bracketed, items_in, outside_removed, split_at_top
-from nrl.envs.mathematics.spoken import read_marks, spoken_number
-from nrl.envs.mathematics.units import read_measures, scaled, split_unit
+from nrl.envs.mathematics.words.spoken import read_marks, spoken_number
+from nrl.envs.mathematics.words.units import read_measures, scaled, split_unit
 from nrl.envs.mathematics.working import values_in
 
 __all__ = ["read"]
@@ -59,7 +59,7 @@ _AND = re.compile(
 
 @functools.lru_cache(256)
 def read(text: str) -> Answer:
-    r"""Read an answer, in one way to write it (`nrl.envs.mathematics.tidying.tidy`).
+    r"""Read an answer, in one way to write it (`nrl.envs.mathematics.words.tidying.tidy`).
 
     Raises:
         UnreadableError: it is no answer of any kind.

@@ -3,8 +3,8 @@
 import re
 from fractions import Fraction
 
-from nrl.envs.mathematics.plain_kinds import TEXT
-from nrl.envs.mathematics.spoken import spoken_number
+from nrl.envs.mathematics.words.plain_kinds import TEXT
+from nrl.envs.mathematics.words.spoken import spoken_number
 
 __all__ = ["drop_words_of_items", "is_bracketed", "items_in", "outside_removed", "split_at_top"]
 

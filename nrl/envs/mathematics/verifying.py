@@ -10,8 +10,8 @@ from typing import Any
 from nrl.envs.contract import Score, Task, Trace, text_of
 from nrl.envs.final_numbers import boxes
 from nrl.envs.mathematics.answers import answer_span, final_answer
-from nrl.envs.mathematics.repeating import repeats
-from nrl.envs.mathematics.tidying import LONGEST, plain_number, same_number, tidy, written
+from nrl.envs.mathematics.words.repeating import repeats
+from nrl.envs.mathematics.words.tidying import LONGEST, plain_number, same_number, tidy, written
 from nrl.envs.mathematics.worker import Outcome, compare
 from nrl.envs.pools.pool import pooled
 from nrl.envs.verifiers import answer_of, describe_answer, extracts

@@ -98,7 +98,15 @@ def is_worked(right: Answer, found: Answer) -> bool:
     values = values_in(right)
     if not values or isinstance(right, Congruence):
         return True
-    return all(any(_is_number_worked(value, part) for value in values) for part in values_in(found))
+    return all(_is_part_worked(values, part) for part in values_in(found))
+
+
+def _is_part_worked(rights: list[Node], part: Node) -> bool:
+    """Return whether a part of an answer is as far worked out as one of the parts of the reference."""
+    rational = exact(part) is not None or (part.kind == "root" and _is_unfinished(part))
+    if rational and not _is_numeral(part):  # Beside an irrational part, 1+1 is still a number to be worked out.
+        rights = [right for right in rights if exact(right) is not None]
+    return any(_is_number_worked(right, part) for right in rights)
 
 
 def _free(found: Answer) -> set[str]:
@@ -112,7 +120,7 @@ def _is_number_worked(right: Node, found: Node) -> bool:
         return False
     if _is_numeral(right):
         return _is_numeral(found) or _is_rounded(right, found)
-    if _is_unfinished(found) and not _is_unfinished(right):
+    if _is_gaussian(right) and _is_unfinished(found) and not _is_unfinished(right):
         return False
     return functions_in(found) <= functions_in(right) and operations(found) <= 2 * operations(right) + 3
 
@@ -140,6 +148,13 @@ def _is_unfinished(node: Node) -> bool:
     if node.kind == "*" and sum(part.kind == "+" and "i" in _constants(part) for part in node.parts) > 1:
         return True  # (2+i)(2+i)
     return unfinished or any(map(_is_unfinished, node.parts))
+
+
+def _is_gaussian(node: Node) -> bool:
+    """Return whether an expression is a complex number whose parts are rational."""
+    if node.kind == "constant":
+        return bool(node.value == "i")
+    return node.kind in ("number", "mixed", "+", "-", "*", "/") and all(map(_is_gaussian, node.parts))
 
 
 def _constants(node: Node) -> set[str]:

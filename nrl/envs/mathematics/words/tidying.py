@@ -6,7 +6,7 @@ import re
 from fractions import Fraction
 
 from nrl.envs.final_numbers import only_number
-from nrl.envs.mathematics.hedges import is_noun_phrase
+from nrl.envs.mathematics.words.hedges import is_noun_phrase
 
 __all__ = [
     "DROPPED",

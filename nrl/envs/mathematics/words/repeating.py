@@ -4,7 +4,7 @@ import functools
 import re
 
 from nrl.envs.mathematics.answers import FORMULA, READ
-from nrl.envs.mathematics.tidying import DROPPED, LONGEST, SIGNS, same_commands, tighten
+from nrl.envs.mathematics.words.tidying import DROPPED, LONGEST, SIGNS, same_commands, tighten
 
 __all__ = ["repeats"]
 

@@ -3,8 +3,8 @@ r"""Units behind a number: ``5 \text{ cm}``, ``30^\circ``, ``12 km/h``, ``3 mill
 import re
 from fractions import Fraction
 
-from nrl.envs.mathematics.hedges import is_noun_phrase
 from nrl.envs.mathematics.nodes import Node
+from nrl.envs.mathematics.words.hedges import is_noun_phrase
 
 __all__ = ["conversion", "differ", "read_measures", "scaled", "split_unit"]
 
