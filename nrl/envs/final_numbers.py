@@ -271,6 +271,7 @@ def _is_uncertain(plain: str, numeral: re.Match[str]) -> bool:
         or is_reference(plain, start)
         or is_candidate(plain, start)
         or is_question(plain, end)
+        or _VARIABLE.match(plain, end) is not None
         or bool(_LIST_BEFORE.search(line[-_LONGEST:]))
     )
 

@@ -22,6 +22,7 @@ REASONING: list[Row] = [
     ("42", "<think>6 * 7 = 42</think>It is 41.", 0.0),
     ("42", "<think>6 * 7 = 42</think>Sorry, I do not know.", None),
     ("42", r"<think>Perhaps \boxed{42}. But wait", None),
+    ("42", "<think id=1>Perhaps 42.", None),
     ("42", "Sure.\n<think>6 * 7 = 42", None),
     ("42", "[THINK]6 * 7 = 41?[/THINK]42", 1.0),
     ("42", "<|channel|>analysis<|message|>41?<|end|><|start|>assistant<|channel|>final<|message|>42", 1.0),

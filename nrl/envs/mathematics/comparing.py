@@ -213,6 +213,9 @@ def _coerced(left: Answer, right: Answer) -> bool | None:
             return right.product == left.letter  # statement I
         case Words(), Listing() if left.options:
             return sorted(left.options) == sorted(item.letter for item in right.items if isinstance(item, Choice))
+        case Relation(), Quantity() if left.sign == "=" and left.left.kind == "+":  # m+n=73, as AIME asks for it
+            letters = all(part.kind == "symbol" for part in left.left.parts)
+            return letters and not symbols_in(left.right) and equal_values(left.right, right.value)
         case Point(), Quantity() if len(left.items) == 1:
             return equal(left.items[0], right)
     return None

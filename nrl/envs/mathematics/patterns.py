@@ -36,6 +36,7 @@ VARIABLE = re.compile(
 VALUE = re.compile(  # An expression before an equals sign of which an answer may give the value alone
     r"\\(?:sin|cos|tan|cot|sec|csc)(?:\^\{?-?[0-9]\}?)? ?(?:\\?[A-Za-z]+|\{[^{}=]*\}|\([^()=]*\)|\\angle ?[A-Z]+)"
     r"|\|(?:[A-Z]{2}|z(?:_\{?[0-9]\}?)?|\\(?:vec|overrightarrow|mathbf|boldsymbol) ?\{[^{}]*\})\|"
+    r"|\\vec ?\{[a-z]\} ?\\cdot ?\\vec ?\{[a-z]\}"
     r"|\\lim(?:_\{[^{}]*\})?.*|S_\{?(?:\\triangle ?)?[A-Z]+\}?|\\(?:triangle|Delta) ?[A-Z]{3}"
 )
 _WHOLE = (

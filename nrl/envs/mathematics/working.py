@@ -95,6 +95,10 @@ def is_worked(right: Answer, found: Answer) -> bool:
                 return all(not isinstance(item, Quantity) or _is_numeral(item.value) for item in bare[1])
         case (Relation(), Relation()):
             return True
+        case (Relation(), Quantity()):
+            return False  # The number alone is no equation of a line.
+        case (Quantity(), Relation()):
+            return _is_number_worked(right.value, found.right)
     values = values_in(right)
     if not values or isinstance(right, Congruence):
         return True

@@ -19,7 +19,7 @@ _ADVERBS = (
     r"(?:(?:definitely|clearly|certainly|obviously|actually|just|also|simply|absolutely|still|completely|totally|likely"
     r"|really|in fact|of course|quite|probably|therefore) )*"
 )
-_TAG_BEFORE, _TAG_BEHIND = re.compile(r"</?[a-z_]{1,20}>\Z"), re.compile(r"\A</?[a-z_]{1,20}>")
+_TAG_BEFORE, _TAG_BEHIND = re.compile(r"</?[a-z_]{1,20}>\Z"), re.compile(r"\A(?:</?[a-z_]{1,20}>|\\?text ?\{)")
 _NOUNS = r"(?:(?!(?:since|because|as|while|but|and|where|so|if|when)\b)[A-Za-z]+ ){0,2}?"
 _NOT = r"(?:not|n['’]t|never)"
 _WRONG = (
@@ -73,7 +73,7 @@ _BOUND_BEFORE = re.compile(
     r"|\b(?:maybe|perhaps|possibly|probably|presumably|(?:might|may|could|would) be)"
     r"|\bguess(?:ing)?(?: is| would be| that| it is)?:?"
     r"|(?<![-=<>])[<>≤≥]=?|\\(?:[lg]eq?|[lg]t|[lg]eqslant|pm)|±|(?:和|或|至少|至多|最多|最少|超过|大于|小于|不超过)"
-    r")(?: (?:be|equal to|exactly|even|the answer is|it is))*\Z",
+    r")(?: (?:be|or equal to|equal to|exactly|even|the answer is|it is))*\Z",
     re.IGNORECASE,
 )
 _ABOUT_BEFORE = re.compile(
@@ -86,7 +86,7 @@ _LABEL_BEFORE = re.compile(
     re.IGNORECASE,
 )
 _CHANGED_BEHIND = re.compile(
-    r"\s*-?(?:(?:or|and) (?:more|less|so|higher|lower|fewer|greater|larger|smaller|above|below"
+    r"\s*-?(?:\^(?! ?\{? ?\\circ)|(?:or|and) (?:more|less|so|higher|lower|fewer|greater|larger|smaller|above|below"
     r"|thereabouts|over|under|upwards?|up|counting|a half|a quarter|a third|half)\b|at (?:least|most)\b"
     r"|ish\b|\+(?!\s*[0-9])|(?:dozens?|gross|squared|cubed|factorial|halves|thirds|fourths|fifths|sixths|sevenths|eighths|ninths|tenths"
     r"|hundredths|thousandths|millionths|lakhs?|crores?|doubled|tripled|quadrupled|halved)\b|score\b(?! of)"
@@ -97,7 +97,7 @@ _CHANGED_BEHIND = re.compile(
     re.IGNORECASE,
 )
 _CANDIDATE_BEFORE = re.compile(
-    r"[0-9][%°]?[})\]$\\ ]*(?:,? ?\b(?:or|and|to|till|through)\b|,? ?(?:或|和|至|到)| ?[|/])\Z"
+    r"[0-9][%°]?[()}\]$\\ ]*(?:,? ?\b(?:or|and|to|till|through)\b|,? ?(?:或|和|至|到)| ?[|/])\Z"
 )
 _QUESTION_BEHIND = re.compile(r"[^.!?\n]{0,40}\?")
 _AFFIRMED = re.compile(r"\b(?:yes|yep|indeed|correct|exactly|right|true|it is|confirmed|works)\b", re.IGNORECASE)
@@ -131,7 +131,7 @@ def is_doubted(text: str, start: int, end: int) -> bool:
     (True, False)
     """
     before = _before(text, start)
-    about = _ABOUT_BEFORE.search(before) and not re.search(r"[0-9]\.[0-9]|[$€£%]", text[max(0, start - 3) : end + 1])
+    about = _ABOUT_BEFORE.search(before) and not re.search(r"[0-9]\.[0-9]", text[start:end])
     return bool(about or _BOUND_BEFORE.search(before) or _CHANGED_BEHIND.match(_behind(text, end)))
 
 

@@ -77,7 +77,7 @@ def read_time(text: str) -> Time | None:
     >>> read_time("3:30 p.m."), read_time("3:3")
     (Time(minutes=930, seconds=-1, half='p', numbers=()), None)
     """
-    plain = TEXT.sub(r" \1", text).strip()
+    plain = " ".join(TEXT.sub(r" \1", text).split())
     if word := re.fullmatch(r"(?:12 ?)?(noon|midnight)", plain, re.IGNORECASE):
         return Time(720, half="p") if word[1].lower() == "noon" else Time(0, half="a")
     plain = re.sub(r"^([0-9]{1,2}) ?o['’]clock$", r"\1:00", plain)

@@ -65,6 +65,7 @@ SIGNS = str.maketrans(
 )
 _POWERS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-", strict=True))
 _RAISED = re.compile(f"[{''.join(_POWERS)}]+")
+_CHINESE_OR = re.compile(r"(?<=[0-9A-Za-z)}\]]) ?(?:或者?|和|且) ?(?=[-−0-9A-Za-z\\(\[])")
 _DOTS = re.compile(r"\.{3,}|…")
 _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|\{([^{}]*)\}|([0-9.]+|[A-Za-z]))")
 DROPPED = re.compile(
@@ -154,6 +155,7 @@ def _spelled(answer: str) -> str:
     """Return an answer with LaTeX in place of Unicode's signs."""
     if answer.count("$") == 1:
         answer = re.sub(r"(?<!\\)\$(?= ?[0-9.])", r"\\$", answer)  # One alone is a currency, not the edge of a formula.
+    answer = _CHINESE_OR.sub(lambda word: rf"\text{{ {'or' if '或' in word[0] else 'and'} }}", answer)
     text = _RAISED.sub(lambda found: "^{" + "".join(_POWERS[each] for each in found[0]) + "}", answer)
     text = _DOTS.sub(r"\\ldots ", text)
     return _ROOT.sub(lambda found: r"\sqrt{" + (found[1] or found[2] or found[3] or "") + "}", text).translate(SIGNS)

@@ -71,7 +71,7 @@ _POWER = r"(?:\^(?:\{-?[0-9]\}|[0-9]))?"
 _LETTERS = "|".join(sorted(_LETTERS_ALONE, key=len, reverse=True))
 _IN_TEXT = rf"(?:(?:\\cdot ?|/ ?)?{_TEXT}{_POWER}(?:/[a-z]{{1,3}}{_POWER})?\s*)+"
 _IN_LETTERS = rf" ?(?:(?:{_LETTERS}|m|s|h|g){_POWER}/(?:s|h|min|hr|m|L){_POWER}|(?:{_LETTERS})(?![A-Za-z]){_POWER})"
-_IN_WORDS = rf" (?:(?:sq|cu)\.? [A-Za-z]+|[A-Za-z]{{3,}})(?: [A-Za-z]{{2,}})*{_POWER}"
+_IN_WORDS = rf" (?:(?:sq|cu)\.? [A-Za-z]+|[A-Za-z]{{3,}})(?: [A-Za-z]{{2,}})*(?:/[A-Za-z]+)?{_POWER}"
 _BEHIND = re.compile(
     r"(?P<value>.*?[0-9A-Za-z)}\]!%])(?:\\[,;: ])*\s*"
     rf"(?P<unit>{_IN_TEXT}|(?<=[0-9}})]){_IN_LETTERS}|(?<=[0-9}})]){_IN_WORDS})",
@@ -111,6 +111,8 @@ def split_unit(text: str) -> tuple[str, str]:
         rate = slash and re.fullmatch(r" ?[a-z]{1,6}", time)
         value, unit = split_unit(amount if rate else money[4])
         sign = _UNITS[(money[2] or money[3]).rstrip(".")]
+        if unit.startswith("/"):  # $4.50 per hour
+            rate, time = unit, unit[1:]
         scale = unit.split(" ")[0]
         return money[1] + value, f"{scale} {sign}" if scale in _SCALES else sign + (
             f"/{_canonical(time)}" if rate else ""
