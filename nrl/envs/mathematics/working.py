@@ -62,6 +62,8 @@ def is_worked(right: Answer, found: Answer) -> bool:
             return False
         case (Named() | Region(), Relation()):
             return bool(_free(right) - {right.name})
+        case (Relation(), Relation() | Named()):
+            return True
         case (Named(), Named()):
             solved = right.equation is None or not _free(right.value) or bool(_free(found.value))
             return solved and is_worked(last_side(right.value, right), last_side(found.value, found))
@@ -93,8 +95,6 @@ def is_worked(right: Answer, found: Answer) -> bool:
             ]
             if all(isinstance(item, Quantity) and _is_numeral(item.value) for item in bare[0]):
                 return all(not isinstance(item, Quantity) or _is_numeral(item.value) for item in bare[1])
-        case (Relation(), Relation()):
-            return True
         case (Relation(), Quantity()):
             return False  # The number alone is no equation of a line.
         case (Quantity(), Relation()):
