@@ -240,7 +240,7 @@ def _stated(text: str) -> Iterator[Fraction | None]:
     if stated["rest"] is not None:
         part = _SENTENCE_END.split(part, maxsplit=1)[0]
     behind = stated.start(stated.lastgroup or 0) + len(part)
-    if _TAKEN_BACK.search(text, behind) or retraction_end(text, behind) >= 0:
+    if _TAKEN_BACK.search(text, behind) or retraction_end(text, behind) >= 0 or is_question(text, behind):
         return
     if stated["rest"] is not None:
         part = _RELATIVE.split(part, maxsplit=1)[0]

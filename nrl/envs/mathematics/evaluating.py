@@ -282,7 +282,11 @@ def _agree(left: Node, right: Node) -> bool:
     Expressions that are real nowhere are compared wherever they have values.
     """
     real, others = list[bool](), list[bool]()
-    for point in _points(frozenset(symbols_in(left) | symbols_in(right))):
+    points = _points(frozenset(symbols_in(left) | symbols_in(right)))
+    apart = len({"abs" in functions_in(side) for side in (left, right)}) == 2
+    if apart:  # Far from zero, ln|x+1| and ln(x+1) differ.
+        points += tuple({name: -8 * value for name, value in point.items()} for point in points)
+    for point in points:
         try:
             values = _values(left, right, point, 60)
             same = _same(*values, functools.partial(_values, left, right, point))
@@ -297,7 +301,7 @@ def _agree(left: Node, right: Node) -> bool:
             real.append(True)
         elif complex_ones == 2 or not point:
             others.append(same)
-        elif len({"abs" in functions_in(side) for side in (left, right)}) == 2:
+        elif apart:
             return False  # ln|x| is real where ln x is not.
     if not point:
         return all([*real, *others])

@@ -271,7 +271,7 @@ def _equation(sides: list[str]) -> Answer:
             Listing((*inner, tail), False),
             Relation("chain", _ZERO, _ZERO),
         )
-    if VALUE.fullmatch(first):
+    if VALUE.fullmatch(first) or first == "e":  # the eccentricity of an ellipse
         return Named(_name(first), _one(last))
     equation = None
     try:

@@ -35,9 +35,9 @@ def outside_removed(text: str) -> str:
         text = text.strip(" ,;*").removesuffix(".").removeprefix("=").strip()
         text = _ABOUT.sub("", text, count=1) if _ABOUT.match(text) else text
         text = _PRECISION.sub("", text)
-        if (said := _SAID_TWICE.fullmatch(text)) and spoken_number(said["words"] or said["first"]) == Fraction(
-            said["number"] or said["last"]
-        ):
+        if (said := _SAID_TWICE.fullmatch(TEXT.sub(r"\1", text))) and spoken_number(
+            said["words"] or said["first"]
+        ) == Fraction(said["number"] or said["last"]):
             text = said["number"] or said["last"]
         found = TEXT.fullmatch(text)
         if found and (_BEGINS_ANSWER.match(found[1].strip()) or not re.search(r"[A-Za-z]", found[1])):

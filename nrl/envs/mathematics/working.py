@@ -135,7 +135,10 @@ def _is_unfinished(node: Node) -> bool:
         return False
     numbers = [part for part in node.parts if exact(part) is not None]
     match node.kind:
-        case "+" | "*" | "binom":
+        case "+":
+            imaginary = [part for part in node.parts if "i" in _constants(part) and not symbols_in(part)]
+            unfinished = len(numbers) > 1 or len(imaginary) > 1
+        case "*" | "binom":
             unfinished = len(numbers) > 1
         case "^":
             base, power = node.parts

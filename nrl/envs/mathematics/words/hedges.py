@@ -51,7 +51,7 @@ _DENIED_BEHIND = re.compile(
     rf"|[,;\s]*{_NOUNS}(?:(?:is|was|are|would|should|could|does|do|ca|can)(?:n['’]t| not)) {_ADVERBS}"
     r"(?:be )?(?:right|correct|true|it\b|work\b|possible|the (?:\w+ )?(?:answer|solution|value|result))"
     rf"|[,;\s]*{_NOUNS}cannot be (?:right|correct|true|it\b|the|an?\b|possible)"
-    r"|\s*\(?(?:wrong|incorrect|false)\b|\s*(?:是|为|答案)*(?:不是|错|不对|不正确|有误|不成立)",
+    r"|[-–—:,\s]*\(?(?:wrong|incorrect|false)\b|\s*(?:是|为|答案)*(?:不是|错|不对|不正确|有误|不成立)",
     re.IGNORECASE,
 )
 _RETRACTION = re.compile(
@@ -68,11 +68,13 @@ _RETRACTION = re.compile(
     re.IGNORECASE,
 )
 _BOUND_BEFORE = re.compile(
-    r"(?:\bat (?:least|most)|\b(?:more|less|fewer|greater|larger|smaller|bigger|higher|lower|better|older) than"
+    r"(?:\bat (?:least|most|(?:a |the )?(?:minimum|maximum|best|worst))"
+    r"|\b(?:more|less|fewer|greater|larger|smaller|bigger|higher|lower|better"
+    r"|older) than"
     r"|\b(?:over|under|above|below|up to|exceed(?:s|ing|ed)?|between|either|beyond)"
     r"|\b(?:maybe|perhaps|possibly|probably|presumably|(?:might|may|could|would) be)"
     r"|\bguess(?:ing)?(?: is| would be| that| it is)?:?"
-    r"|(?<![-=<>])[<>≤≥]=?|\\(?:[lg]eq?|[lg]t|[lg]eqslant|pm)|±|(?:和|或|至少|至多|最多|最少|超过|大于|小于|不超过)"
+    r"|(?<![-=<>])[<>≤≥]=?|\\(?:[lg]eq?|[lg]t|[lg]eqslant|pm)|±|(?:和|或|至少|至多|最多|最少|超过|大于|小于|不超过)[是为]?"
     r")(?: (?:be|or equal to|equal to|exactly|even|the answer is|it is))*\Z",
     re.IGNORECASE,
 )
@@ -81,7 +83,7 @@ _ABOUT_BEFORE = re.compile(
     re.IGNORECASE,
 )
 _LABEL_BEFORE = re.compile(
-    r"\b(?:pages?|steps?|eq(?:uation|n)?s?\.?|chapter|problem|question|section|fig(?:ure)?\.?|table|theorem|lemma|corollary"
+    r"\b(?:pages?|pp?\.|steps?|eq(?:uation|n)?s?\.?|chapter|problem|question|section|fig(?:ure)?\.?|table|theorem|lemma|corollary"
     r"|exercise|example|appendix|footnote)(?: (?:no\.|number))?(?: ?#)?\Z",
     re.IGNORECASE,
 )
@@ -95,6 +97,9 @@ _CHANGED_BEHIND = re.compile(
     r"(?:[0-9]|zero|one|two|three|four|five|six|seven|eight|nine|ten)\b"
     r"|(?:or|to|–|—) ?[$€£]?[0-9]|[<>≤≥]|以上|以下|左右|或)",
     re.IGNORECASE,
+)
+_COUNTED_BEFORE = re.compile(  # 15 apples or 16
+    r"[0-9][.,0-9]* (?!dozen|half|score|pair|hundred|thousand|million|billion)[a-z]+ or\Z", re.IGNORECASE
 )
 _CANDIDATE_BEFORE = re.compile(
     r"[0-9][%°]?[()}\]$\\ ]*(?:,? ?\b(?:or|and|to|till|through)\b|,? ?(?:或|和|至|到)| ?[|/])\Z"
@@ -150,7 +155,8 @@ def is_candidate(text: str, start: int) -> bool:
     >>> is_candidate("15 or 16", 6), is_candidate("two dozen or 24", 13)
     (True, False)
     """
-    return bool(_CANDIDATE_BEFORE.search(_before(text, start)))
+    before = _before(text, start)
+    return bool(_CANDIDATE_BEFORE.search(before) or _COUNTED_BEFORE.search(before))
 
 
 def is_question(text: str, end: int) -> bool:
@@ -206,6 +212,7 @@ _NUMBERS_AND_OPERATIONS = (
 _CHANGING = frozenset(f"{_FUNCTION_WORDS} {_OPINIONS} {_NUMBERS_AND_OPERATIONS}".split())
 _DESCRIBING = frozenset(("positive", "negative", "other", "same", "maximum", "minimum"))  # before a noun
 _HEADS = frozenset(("pair", "pairs", "multiples", "roots", "root", "powers"))  # behind an adjective
+_NO_NOUN = re.compile(r"n['’]t$|fold$|^(?:fails?|works?|nope|nah|apiece)$")
 _LONGEST_PHRASE = 4  # words
 
 
@@ -232,4 +239,4 @@ def is_noun_phrase(words: str) -> bool:
             parts = parts[:-1]
         while len(parts) > 1 and parts[0] in _DESCRIBING:
             parts = parts[1:]
-    return not _CHANGING & set(parts)
+    return not _CHANGING & set(parts) and not any(len(part) < 2 or _NO_NOUN.search(part) for part in parts)

@@ -167,7 +167,7 @@ def read_special(text: str) -> Answer | None:
     empty = r"\\(?:emptyset|varnothing)|\\\{ ?\\\}|\{ ?\}|∅|\\O"
     if re.fullmatch(empty, text) or plain in _EMPTY or _NO_SOLUTION.fullmatch(plain):
         return Listing((), True)
-    if plain in _ALL or re.fullmatch(r"(?:[a-z]\\in ?)?\\(?:mathbb|mathbf|Bbb) ?\{?R\}?", text):
+    if plain in _ALL or re.fullmatch(r"(?:[a-z] ?\\in ?)?\\(?:mathbb|mathbf|Bbb) ?\{?R\}?|[a-z] ?\\in ?R", text):
         return REALS
     if plain in _ALL_WHOLE or re.fullmatch(r"(?:[a-z]\\in ?)?\\(?:mathbb|mathbf|Bbb) ?\{?Z\}?", text):
         return Words("all integers")
