@@ -225,10 +225,7 @@ _TAKEN_BACK = re.compile(r"\b(?:wait|actually|correction|mistake|instead|rather|
 _SENTENCE_END = re.compile(r"[.!?;](?=\s|\Z)")
 _RELATIVE = re.compile(r", (?:which|since|because|as) ")
 _NAME = re.compile(r"[A-Za-z]\w{0,9} ?[=≈]?")
-_LIST_BEFORE = re.compile(
-    r"(?:^|answers? (?:is|are)|[:=])[ $*_(]{0,8}(?:[-+]?[0-9][0-9.,/]*[0-9]|[0-9])(?:,? ?[-+]?[0-9.]+)*, ?[$]?\Z",
-    re.IGNORECASE,
-)
+_LIST_BEFORE = re.compile(r"(?:^|answers? (?:is|are)|[:=])[ $*_(]{0,8}(?:[-+]?[0-9./]+, ?){1,20}\$?\Z", re.IGNORECASE)
 
 
 def _stated(text: str) -> Iterator[Fraction | None]:

@@ -104,7 +104,7 @@ _COUNTED_BEFORE = re.compile(  # 15 apples or 16
 _CANDIDATE_BEFORE = re.compile(
     r"[0-9][%°]?[()}\]$\\ ]*(?:,? ?\b(?:or|and|to|till|through)\b|,? ?(?:或|和|至|到)| ?[|/])\Z"
 )
-_QUESTION_BEHIND = re.compile(r"[^.!?\n]{0,40}\?")
+_QUESTION_BEHIND = re.compile(r"(?![^\w?]*[A-Z])[^.!?\n]{0,40}\?")
 _AFFIRMED = re.compile(r"\b(?:yes|yep|indeed|correct|exactly|right|true|it is|confirmed|works)\b", re.IGNORECASE)
 
 

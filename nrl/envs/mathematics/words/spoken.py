@@ -67,7 +67,7 @@ def _below_thousand(words: list[str]) -> tuple[int | None, list[str]]:
     return total, words
 
 
-_CIRCLED = re.compile(r"[①-⑳](?:(?:,| ?and ?| )*[①-⑳])*")
+_CIRCLED = re.compile(r"[①-⑳](?:(?:,|and| )*[①-⑳])*")
 _OPTIONS = re.compile(r"[A-J](?:(?: ?[,;] ?(?:and )?| and | )[A-J])+")
 
 
