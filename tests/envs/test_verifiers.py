@@ -136,7 +136,7 @@ SAYS: list[tuple[str, str | None]] = [
     ("\\boxed{1 \\tfrac12}", "3/2"),
     ("\\boxed{\\left( 42 \\right)}", "42"),
     ("\\boxed{\\boxed{42}}", "42"),
-    ("\\boxed{42 \\} \\text{cats \\{ b}}", "42"),
+    ("\\boxed{42 \\} \\text{cats \\{ here}}", "42"),
     ("\\boxed{1,2}", None),
     ("\\boxed{1, 2}", None),
     ("\\boxed{(3, 4)}", None),
