@@ -7,6 +7,7 @@ and the rest of a difference that is zero shrinks with the precision. So numbers
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
@@ -267,13 +268,11 @@ def _same(left: Any, right: Any, again: Callable[[int], tuple[Any, Any]]) -> boo
     with mp.workdps(160):
         first, second = again(150)
         rest, size = abs(first - second), max(abs(first), abs(second))
-        if rest <= size * mpmath.mpf("1e-148") or (difference and rest <= difference * mpmath.mpf("1e-60")):
-            return True
-        if difference and rest > size * mpmath.mpf("1e-100"):
-            return False
+        zero = rest <= size * mpmath.mpf("1e-148") or (difference and rest <= difference * mpmath.mpf("1e-60"))
+        if zero or (difference and rest > size * mpmath.mpf("1e-100")):
+            return bool(zero)
     with mp.workdps(310):
-        first, second = again(300)
-        return bool(abs(first - second) <= rest * mpmath.mpf("1e-100"))
+        return bool(abs(operator.sub(*again(300))) <= rest * mpmath.mpf("1e-100"))
 
 
 def _agree(left: Node, right: Node) -> bool:
