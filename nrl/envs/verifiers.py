@@ -17,6 +17,7 @@ __all__ = [
     "VERIFIERS",
     "Extractor",
     "answer_of",
+    "describe_answer",
     "exact",
     "extractor",
     "extracts",
@@ -139,9 +140,21 @@ def number_or_wrong(task: Task, trace: Trace) -> Score:
     return _score(trace, expected_value(answer_of("number_or_wrong", task)))
 
 
-def _no_number(answer: str | float | Decimal | Fraction) -> str:
-    text = plain_text(answer)
-    return f"task['answer'] is {text if len(text) < 200 else '...' + text[-200:]!r}, from which no number can be read"
+def describe_answer(answer: Any) -> str:
+    """Return a task's answer as text for an error; of a long one its end, of an integer without a text its size.
+
+    >>> describe_answer("1 or 2"), describe_answer(10**5000)
+    ("'1 or 2'", 'a number of more than 4300 digits')
+    """
+    try:
+        text = str(answer)
+    except ValueError:
+        return "a number of more than 4300 digits"
+    return repr(text if len(text) < 200 else "..." + text[-200:])
+
+
+def _no_number(answer: Any) -> str:
+    return f"task['answer'] is {describe_answer(answer)}, from which no number can be read"
 
 
 def _score(trace: Trace, expected: Fraction | None) -> Score:

@@ -7,7 +7,7 @@ import attrs
 
 from nrl.envs.contract import Task
 from nrl.envs.final_numbers import boxes
-from nrl.envs.mathematics.answers import plain_number
+from nrl.envs.mathematics.words.tidying import plain_number
 from nrl.envs.program_blocks import last_block
 from nrl.errors import ConfigError, DataError
 
