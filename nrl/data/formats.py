@@ -11,7 +11,14 @@ from typing import Any
 
 from nrl.data.checks import fields, kind, shown
 from nrl.data.collating import shared
-from nrl.data.messages import before_answers, canonical_messages, decoded_messages, is_chat
+from nrl.data.messages import (
+    TRAINED,
+    before_answers,
+    canonical_messages,
+    decoded_messages,
+    is_chat,
+    separate_results,
+)
 from nrl.data.row_fields import check_fields_agree
 from nrl.envs.contract import Task
 from nrl.errors import DataError
@@ -355,14 +362,18 @@ def turns(row: Task) -> list[Task]:
     check_fields_agree(row, "turns: the row")
     given = decoded_messages(row["messages"])
     messages = canonical_messages(given, "turns: 'messages'")
-    given = list(given)  # as they came, since only the reader of the source knows which nulls are filler
+    # As they came, since only the reader of the source knows which nulls are filler
+    given = [single for message in given for single in separate_results(message)]
     others = {name: value for name, value in row.items() if name != "messages"}
     found = list[Task]()
     for at, message in enumerate(messages):
         prompt = before_answers(messages[:at])
         if message["role"] != "assistant" or "weight" in message or not prompt:
             continue
-        earlier = [{**each, "weight": 0} for each in given[len(prompt) : at]]
+        earlier = [
+            {**{key: value for key, value in each.items() if key not in TRAINED}, "weight": 0}
+            for each in given[len(prompt) : at]
+        ]
         found.append({**others, "prompt": given[: len(prompt)], "response": [*earlier, given[at]]})
     if not found:
         raise DataError("turns: 'messages' has no message of the assistant after another, so there is nothing to teach")
