@@ -21,6 +21,7 @@ from nrl.data.messages import (
 )
 from nrl.data.rendering import answered
 from nrl.data.row_fields import check_fields_agree, row_system, row_tools, with_system
+from nrl.data.template_arguments import FIELD, template_arguments, with_arguments
 from nrl.envs.contract import Message, Prompt, Task
 from nrl.errors import DataError, ModelError
 
@@ -39,7 +40,8 @@ def supervised(
     the tokens that a sampler would see: no token reaches across its end.
 
     A row that is a chat may have ``tools``, JSON schemas of functions as `nrl.envs.tools.Tool.schema` is one, and its
-    messages ``tool_calls``; the chat template writes both.
+    messages ``tool_calls``; the chat template writes both. It may have ``chat_template_kwargs``, variables of the
+    template such as ``{"enable_thinking": False}``.
 
     Args:
         rows: each with ``prompt``, which `render` takes, and a response; or with ``messages``.
@@ -281,8 +283,11 @@ def _encoded(
     tools = canonical_tools(row_tools(row, place), f"{place}: 'tools'")
     if tools and isinstance(answer, str) and not is_chat(prompt):
         raise DataError(f"{place} has 'tools', and its prompt is no chat, so nothing shows them; give it as messages")
+    arguments = template_arguments(row, place)
+    if arguments and isinstance(answer, str) and not is_chat(prompt):
+        raise DataError(f"{place} has '{FIELD}', and its prompt is no chat, so no template reads it; leave it out")
     try:
-        ids, mask = answered(prompt, answer, tokenizer, tools=tools or None)
+        ids, mask = answered(prompt, answer, with_arguments(tokenizer, arguments), tools=tools or None)
     except DataError as error:
         raise DataError(f"{place}: {error}") from error
     except ModelError as error:

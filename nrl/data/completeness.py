@@ -20,7 +20,7 @@ from nrl.data.messages import REASONING, split_content
 from nrl.envs.replies import REASONING_MARKS, find_closing, find_mark
 from nrl.errors import DataError
 
-__all__ = ["check_complete", "losses"]
+__all__ = ["check_complete", "count_loss", "losses"]
 
 _SHORT = 24  # characters; shorter texts occur by chance, so their repetition says nothing
 
@@ -106,10 +106,21 @@ def check_complete(
         if at in trained:
             _check_opened_once(text, message["content"], of)
     _check_counts(text, written, called, (messages, tools), template)
+    for name in sorted(lost):
+        count_loss(name)
+
+
+def count_loss(name: str) -> None:
+    """Count that a template leaves something out by design, where `losses` counts.
+
+    >>> with losses() as found:
+    ...     count_loss("types of tools")
+    >>> found
+    {'types of tools': 1}
+    """
     counts = _COUNTS.get()
     if counts is not None:
-        for name in sorted(lost):
-            counts[name] = counts.get(name, 0) + 1
+        counts[name] = counts.get(name, 0) + 1
 
 
 def _reasoned(message: Mapping[str, Any]) -> dict[str, str]:

@@ -173,8 +173,9 @@ def _conversation(prompt: Prompt, answer: Sequence[Message], tokenizer: Any, too
         prompt = [{"role": "user", "content": prompt}] if prompt else []
     if len(prompt) and not isinstance(prompt[0], Mapping):
         raise DataError("the prompt is token ids and the answer messages; give the prompt as a text or messages")
-    messages = canonical_messages([*cast(Sequence[Message], prompt), *answer], "the conversation")
-    own = [index for index in range(len(prompt), len(messages)) if messages[index]["role"] == "assistant"]
+    asked = canonical_messages(prompt, "the prompt") if prompt else []
+    messages = [*asked, *canonical_messages(answer, "the answer")]
+    own = [index for index in range(len(asked), len(messages)) if messages[index]["role"] == "assistant"]
     turns = [index for index in own if "weight" not in messages[index]]
     if not turns:
         found = "no message of the assistant" if not own else "only messages of the assistant with 'weight': 0"

@@ -250,13 +250,18 @@ def _marked(messages: Sequence[Mapping[str, Any]], turns: Sequence[int], tokeniz
             until = prefixes.render(turn + 1)
             untrained.append((len(prefixes.render(turn, asking=True).text), len(until.text)))
             prefixes.set_anchor(turn, until)
+    marks = [(moved(start), moved(end)) for start, end in found]
+    asked = list[int]()
+    if any(start < before < end for start, end in marks):
+        # The generation prompt writes the beginning of what is marked, such as reasoning that is empty
+        asked = [len(prefixes.render(turn, asking=True).text) for turn in turns]
     spans = []
-    for start, end in ((moved(start), moved(end)) for start, end in found):
+    for start, end in marks:
         if any(low <= start < high for low, high in untrained):
             continue
-        close = (
-            ends.find(chat.part(start, end).masked(), tokenizer) if ends.written else -1
-        )  # behind it is the template's text
+        start = max([start, *(stop for stop in asked if start < stop < end)])
+        # What stands behind the end of a turn is the template's text
+        close = ends.find(chat.part(start, end).masked(), tokenizer) if ends.written else -1
         if start >= before and start < end:
             spans.append((start, end if close < 0 else start + close))
     if not spans:

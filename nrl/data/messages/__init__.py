@@ -14,7 +14,7 @@ JSON text, with fields that are null. `canonical_messages` and `canonical_tools`
 Other fields stay as they are. The module imports no tensors, so environments can use it.
 """
 
-from nrl.data.messages.calls import read_arguments
+from nrl.data.messages.calls import decode_json, read_arguments
 from nrl.data.messages.conversations import (
     ROLES,
     TRAINED,
@@ -38,6 +38,7 @@ __all__ = [
     "canonical_messages",
     "canonical_prompt",
     "canonical_tools",
+    "decode_json",
     "decoded_messages",
     "is_chat",
     "read_arguments",
