@@ -20,7 +20,7 @@ from nrl.data.messages import (
     is_chat,
 )
 from nrl.data.rendering import answered
-from nrl.data.row_fields import check_fields_agree, row_system, row_tools, with_system
+from nrl.data.row_fields import check_fields_agree, row_system, row_tools, whole_prompt, with_system
 from nrl.data.template_arguments import FIELD, template_arguments, with_arguments
 from nrl.envs.contract import Message, Prompt, Task
 from nrl.errors import DataError, ModelError
@@ -90,7 +90,7 @@ def _lesson(row: Task, response: str, place: str) -> tuple[Prompt, str | Sequenc
             "such as format='gsm8k'; an example that is to make no supervised steps first takes warmup=0"
         )
     answer = _answer(row[response], f"{place}: '{response}'")
-    return _asked(row["prompt"], answer, system, place), answer
+    return _asked(whole_prompt(row, place, answered=True) or row["prompt"], answer, system, place), answer
 
 
 def _asked(prompt: Any, answer: str | Sequence[Message], system: Any, place: str) -> Any:
@@ -230,7 +230,7 @@ def sides(row: Task, place: str) -> tuple[Prompt, str | Sequence[Message], str |
     if isinstance(chosen, str) or isinstance(rejected, str):
         if prompt is None:
             raise DataError(f"{place} has no 'prompt', which texts answer; it has {fields(row)}")
-        return _asked(prompt, chosen, system, place), chosen, rejected
+        return _asked(whole_prompt(row, place, answered=True) or prompt, chosen, system, place), chosen, rejected
     if not prompt:
         count = shared(chosen, rejected)
         if not count:

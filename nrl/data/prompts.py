@@ -18,7 +18,15 @@ from nrl.data.messages import (
     decoded_messages,
     is_chat,
 )
-from nrl.data.row_fields import PROMPT_KEYS, check_fields_agree, row_system, row_tools, unread_prompts, with_system
+from nrl.data.row_fields import (
+    PROMPT_KEYS,
+    check_fields_agree,
+    row_system,
+    row_tools,
+    unread_prompts,
+    whole_prompt,
+    with_system,
+)
 from nrl.data.sources import read
 from nrl.envs.contract import Task
 from nrl.errors import DataError
@@ -180,6 +188,8 @@ def _prompt(row: Mapping[str, Any], place: str) -> Any:
             "prompt, or make the prompt with template='... {field} ...'"
         )
     prompt = row[key]
+    if key == "prompt":
+        prompt = decoded_messages(whole_prompt(row, place) or prompt)
     if key == "messages" and is_chat(prompt):
         prompt = before_answers(canonical_messages(prompt, f"{place}: '{key}'")) or prompt
     check_prompt(prompt, f"{place}: '{key}'")

@@ -7,6 +7,7 @@ reads, so that they can be said once a source.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from nrl.data.checks import shown
@@ -21,7 +22,15 @@ from nrl.data.messages import (
 )
 from nrl.errors import DataError
 
-__all__ = ["PROMPT_KEYS", "check_fields_agree", "row_system", "row_tools", "unread_prompts", "with_system"]
+__all__ = [
+    "PROMPT_KEYS",
+    "check_fields_agree",
+    "row_system",
+    "row_tools",
+    "unread_prompts",
+    "whole_prompt",
+    "with_system",
+]
 
 PROMPT_KEYS = ("prompt", "messages", "question", "problem")
 """The fields that may hold a row's prompt; the first that the row has is taken."""
@@ -87,9 +96,44 @@ def _has_prompt(row: Mapping[str, Any]) -> bool:
     return isinstance(prompt, str | list | tuple) and len(prompt) > 0
 
 
-def _begins(messages: Sequence[Mapping[str, Any]], prompt: Any, place: str) -> bool:
+def whole_prompt(row: Mapping[str, Any], place: str, *, answered: bool = False) -> list[dict[str, Any]]:
+    """Return the messages that a row's prompt is a part of: some data sets give its first text alone.
+
+    Args:
+        row: one that `check_fields_agree` takes.
+        place: how errors name it.
+        answered: whether the prompt is that of the last answer, not of the first.
+
+    Returns:
+        Messages; none where the prompt is all that comes before the answer, or the row has no whole ``messages``.
+
+    >>> whole = [{"role": role, "content": role} for role in ("system", "user", "assistant")]
+    >>> [message["role"] for message in whole_prompt({"prompt": "system", "messages": whole}, "row 0")]
+    ['system', 'user']
+    """
+    messages = _messages_of(row, place)
+    asked = before_answers(messages)
+    if len(asked) == len(messages) or not _has_prompt(row):
+        return []
+    asked = asked if answered else _before_first_answer(asked)
+    prompt = row["prompt"]
     if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
+        users = [turn for turn in _turns(asked) if turn[0] != "system"]
+        return [] if users == _turns([{"role": "user", "content": prompt}]) else asked
+    return [] if not is_chat(prompt) or len(_without_system(prompt)) >= len(_without_system(asked)) else asked
+
+
+def _before_first_answer(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return list(takewhile(lambda message: message["role"] != "assistant", messages))
+
+
+def _without_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [message for message in messages if str(message.get("role")).lower() not in ("system", "developer")]
+
+
+def _begins(messages: Sequence[dict[str, Any]], prompt: Any, place: str) -> bool:
+    if isinstance(prompt, str):
+        return _holds(_before_first_answer(messages), prompt)
     if not is_chat(prompt):
         return False  # token ids
     first, second = _turns(canonical_messages(prompt, f"{place}: 'prompt'")), _turns(messages)
@@ -147,15 +191,25 @@ def _check_answers(row: Mapping[str, Any], tail: Sequence[Mapping[str, Any]], pl
 
 
 def row_system(row: Mapping[str, Any], place: str) -> Any:
-    """Return the system prompt of a row, which some datasets have as ``system_prompt``.
+    """Return the system prompt of a row, which some datasets have as ``system_prompt`` or ``system_message``.
 
     Raises:
-        DataError: it has both, and they differ.
+        DataError: it has several, and they differ; or one is a list of something else than texts.
 
     >>> row_system({"system_prompt": "Be brief.", "question": "1+1="}, "row 0")
     'Be brief.'
     """
-    return _one_of(row, ("system", "system_prompt"), place, lambda value: value)
+    names = ("system", "system_prompt", "system_message")
+    texts = {name: _system_text(row[name], f"{place}: '{name}'") for name in names if row.get(name) is not None}
+    return _one_of({**row, **texts}, names, place, lambda value: value)
+
+
+def _system_text(system: Any, where: str) -> Any:
+    """Return a system prompt of parts, as Anthropic's clients write one, as a text."""
+    if not isinstance(system, list | tuple) or not system:
+        return system
+    messages = [{"role": "system", "content": [part]} for part in system]
+    return "\n\n".join(message["content"] for message in canonical_messages(messages, where))
 
 
 def row_tools(row: Mapping[str, Any], place: str) -> Any:
@@ -170,16 +224,17 @@ def row_tools(row: Mapping[str, Any], place: str) -> Any:
     return _one_of(row, ("tools", "functions"), place, lambda tools: canonical_tools(tools, place))
 
 
-def _one_of(row: Mapping[str, Any], keys: tuple[str, str], place: str, canonical: Any) -> Any:
-    first, second = (None if isinstance(row.get(key), str) and not row[key].strip() else row.get(key) for key in keys)
-    if not second or not isinstance(second, str | list | tuple):
-        return row.get(keys[0])
-    if first and canonical(first) != canonical(second):
-        raise DataError(
-            f"{place} has '{keys[0]}', {shown(repr(first))}, and '{keys[1]}', {shown(repr(second))}, which differ; "
-            f"only one of them would be read. {_LEAVE_OUT.format(keys[1])}"
-        )
-    return first or second
+def _one_of(row: Mapping[str, Any], keys: Sequence[str], place: str, canonical: Any) -> Any:
+    """Return the value of the first of some fields that has one, and refuse others that differ."""
+    values = {key: row[key] for key in keys if isinstance(row.get(key), str | list | tuple) and len(row[key])}
+    values = {key: value for key, value in values.items() if not isinstance(value, str) or value.strip()}
+    for key in [*values][1:]:
+        if canonical(values[key]) != canonical(values[first := next(iter(values))]):
+            raise DataError(
+                f"{place} has '{first}', {shown(repr(values[first]))}, and '{key}', {shown(repr(values[key]))}, which "
+                f"differ; only one of them would be read. {_LEAVE_OUT.format(key)}"
+            )
+    return next(iter(values.values()), row.get(keys[0]))
 
 
 def with_system(messages: Sequence[Mapping[str, Any]], system: Any, where: str) -> Any:

@@ -227,10 +227,8 @@ def test_values_of_arguments_are_the_template_s(capsys: pytest.CaptureFixture[st
         "data: the chat template leaves out the 'unread' of 'chat_template_kwargs' in 2 of 2 rows of the source"
     ]
     data.tasks([row, row], tokenizer=of, max_tokens=200)
-    assert capsys.readouterr().out.splitlines() == [
-        "data: 2 of 2 rows of the source have 'chat_template_kwargs', which prompts of rollouts do not read; set them"
-        " in tokenizer.chat_template"
-    ]
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("data: 2 of 2 rows of the source have 'chat_template_kwargs', which prompts of rollouts do")
 
 
 @pytest.mark.parametrize(
