@@ -1,0 +1,94 @@
+"""Formats of conversations."""
+
+from nrl.data.checks import fields
+from nrl.data.messages import (
+    TRAINED,
+    before_answers,
+    canonical_messages,
+    decoded_messages,
+    separate_results,
+)
+from nrl.data.row_fields import check_fields_agree
+from nrl.envs.contract import Task
+from nrl.errors import DataError
+
+__all__ = ["sharegpt", "turns"]
+
+
+def sharegpt(row: Task) -> Task:
+    """Of ShareGPT and its descendants: ``conversations`` become ``messages``.
+
+    The roles are human, gpt, system, function_call or tool_call (whose value is the JSON text of a call, or of
+    several), observation, tool, tool_response and their like, in small or capital letters. The fields ``tools``, a list
+    or its JSON text, and ``system`` are read as in any row.
+
+    Args:
+        row: with ``conversations``, each with ``from`` and ``value``; or with ``role`` and ``content``.
+
+    Returns:
+        Its other fields, and ``messages``.
+
+    Raises:
+        DataError: no ``conversations``, a message that is none or has an unknown role, or another conversation in
+            ``conversation`` or ``messages``.
+
+    Source: the format of `lmsys/FastChat`'s and LLaMA-Factory's data.
+
+    >>> said = [{"from": "human", "value": "1+1="}, {"from": "gpt", "value": "2"}]
+    >>> sharegpt({"conversations": said, "id": 7})
+    {'id': 7, 'messages': [{'from': 'human', 'value': '1+1='}, {'from': 'gpt', 'value': '2'}]}
+    """
+    keys = [key for key in ("conversations", "conversation", "messages") if row.get(key) is not None]
+    key = next(iter(keys), "conversations")
+    if key not in row or key == "messages":
+        raise DataError(f"sharegpt: the row has no 'conversations'; it has {fields(row)}")
+    messages = decoded_messages(row[key])
+    canonical = canonical_messages(messages, f"sharegpt: '{key}'")
+    for other in keys[1:]:
+        if len(row[other]) and canonical_messages(decoded_messages(row[other]), f"sharegpt: '{other}'") != canonical:
+            raise DataError(f"sharegpt: '{key}' and '{other}' differ, and only '{key}' would be read; leave one out")
+    return {**{name: value for name, value in row.items() if name != key}, "messages": messages}
+
+
+def turns(row: Task) -> list[Task]:
+    """A row for each message of the assistant in a conversation, which teaches that one alone.
+
+    For chat templates that write earlier turns differently from the last, such as Qwen3's, which drops their thinking:
+    then each row has the tokens that the model reads and writes in that turn.
+
+    Args:
+        row: with ``messages``.
+
+    Returns:
+        Its other fields, ``prompt``, the messages so far, and ``response``, a list of one message. Where messages of
+        the assistant stand right before it, they come in the response, too, and are not trained there. A message with
+        ``weight`` 0 makes no row.
+
+    Raises:
+        DataError: no ``messages``, or none of the assistant among them that answers anything.
+
+    >>> chat = [{"role": role, "content": text} for role, text in [("user", "a"), ("assistant", "b"), ("user", "c")]]
+    >>> turns({"messages": [*chat, {"role": "assistant", "content": "d"}]})[1]["response"]
+    [{'role': 'assistant', 'content': 'd'}]
+    """
+    if "messages" not in row:
+        raise DataError(f"turns: the row has no 'messages'; it has {fields(row)}")
+    check_fields_agree(row, "turns: the row")
+    given = decoded_messages(row["messages"])
+    messages = canonical_messages(given, "turns: 'messages'")
+    # As they came, since only the reader of the source knows which nulls are filler
+    given = [single for message in given for single in separate_results(message)]
+    others = {name: value for name, value in row.items() if name != "messages"}
+    found = list[Task]()
+    for at, message in enumerate(messages):
+        prompt = before_answers(messages[:at])
+        if message["role"] != "assistant" or "weight" in message or not prompt:
+            continue
+        earlier = [
+            {**{key: value for key, value in each.items() if key not in TRAINED}, "weight": 0}
+            for each in given[len(prompt) : at]
+        ]
+        found.append({**others, "prompt": given[: len(prompt)], "response": [*earlier, given[at]]})
+    if not found:
+        raise DataError("turns: 'messages' has no message of the assistant after another, so there is nothing to teach")
+    return found
