@@ -21,6 +21,7 @@ from nrl.data.messages import (
 )
 from nrl.data.rendering import answered
 from nrl.data.row_fields import check_fields_agree, row_system, row_tools, whole_prompt, with_system
+from nrl.data.suggestions import remedy_for
 from nrl.data.template_arguments import FIELD, template_arguments, with_arguments
 from nrl.envs.contract import Message, Prompt, Task
 from nrl.errors import DataError, ModelError
@@ -86,8 +87,9 @@ def _lesson(row: Task, response: str, place: str) -> tuple[Prompt, str | Sequenc
     missing = [field for field in ("prompt", response) if field not in row]
     if missing:
         raise DataError(
-            f"{place} has no '{missing[0]}'; it has {fields(row)}. Rows of a well-known dataset need their format, "
-            "such as format='gsm8k'; an example that is to make no supervised steps first takes warmup=0"
+            f"{place} has no '{missing[0]}'; it has {fields(row)}. "
+            + remedy_for(row, "Rows of a well-known dataset need their format, such as format='gsm8k'.")
+            + " An example that is to make no supervised steps first takes warmup=0"
         )
     answer = _answer(row[response], f"{place}: '{response}'")
     return _asked(whole_prompt(row, place, answered=True) or row["prompt"], answer, system, place), answer
@@ -219,8 +221,8 @@ def sides(row: Task, place: str) -> tuple[Prompt, str | Sequence[Message], str |
     for field in ("chosen", "rejected"):
         if field not in row:
             raise DataError(
-                f"{place} has no '{field}'; it has {fields(row)}. Rows of a well-known dataset need their format, "
-                "such as format='helpsteer3'"
+                f"{place} has no '{field}'; it has {fields(row)}. "
+                + remedy_for(row, "Rows of a well-known dataset need their format, such as format='helpsteer3'.")
             )
     chosen, rejected = (_answer(row[field], f"{place}: '{field}'") for field in ("chosen", "rejected"))
     if isinstance(chosen, str) != isinstance(rejected, str):

@@ -15,7 +15,7 @@ from nrl.batch import Batch
 from nrl.data.checks import Tokenizer, exists, shown
 from nrl.data.completeness import losses
 from nrl.data.fingerprints import Fingerprint, RowHash, check_same_rows, fingerprint_of
-from nrl.data.formats import Format
+from nrl.data.formats import Format, FormatName
 from nrl.data.prompts import print_unread, tasks_of_row
 from nrl.data.rendering import render
 from nrl.data.sources import is_glob, read
@@ -73,7 +73,7 @@ def tasks(
     source: str | Path | Sequence[Task | str | Path] | Callable[[int, int], Task],
     *,
     seed: int = 0,
-    format: str | Format | None = None,
+    format: FormatName | Format | None = None,
     template: str | None = None,
     chat: bool = True,
     shuffle: bool = True,

@@ -1,15 +1,18 @@
 """What a format is, and how it reads texts of a row."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from nrl.data.checks import fields, kind
 from nrl.envs.contract import Task
 from nrl.errors import DataError
 
-__all__ = ["Format", "texts_of"]
+__all__ = ["Format", "FormatName", "texts_of"]
 
 type Format = Callable[[Task], Task | Sequence[Task] | None]
 """From one row to a row, several, or none."""
+
+type FormatName = str | Mapping[str, str | Sequence[str]]
+"""A name that `nrl.data.formats.format_of` takes, or the columns of fields."""
 
 
 def texts_of(format: str, row: Task, *names: str) -> list[str]:

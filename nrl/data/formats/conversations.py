@@ -1,10 +1,14 @@
 """Formats of conversations."""
 
-from nrl.data.checks import fields
+from collections.abc import Mapping
+from typing import Any
+
+from nrl.data.checks import fields, kind, shown
 from nrl.data.messages import (
     TRAINED,
     before_answers,
     canonical_messages,
+    decode_json,
     decoded_messages,
     separate_results,
 )
@@ -12,7 +16,7 @@ from nrl.data.row_fields import check_fields_agree
 from nrl.envs.contract import Task
 from nrl.errors import DataError
 
-__all__ = ["sharegpt", "turns"]
+__all__ = ["exchanges", "sharegpt", "turns"]
 
 
 def sharegpt(row: Task) -> Task:
@@ -92,3 +96,59 @@ def turns(row: Task) -> list[Task]:
     if not found:
         raise DataError("turns: 'messages' has no message of the assistant after another, so there is nothing to teach")
     return found
+
+
+def exchanges(row: Task) -> Task:
+    """Of conversations that are lists of exchanges: each a question and its answer.
+
+    Args:
+        row: with ``conversation``, ``conversations`` or ``messages``: objects with ``input`` and ``output``, as
+            Capybara has them, or ``human`` and ``assistant``, ``user`` and ``assistant``, ``question`` and ``answer``,
+            ``prompt`` and ``response``; or texts of both in turn, as LIMA has them.
+
+    Returns:
+        Its other fields, and ``messages``.
+
+    Raises:
+        DataError: there is no such conversation.
+
+    Source: `LDJnr/Capybara` and `GAIR/lima` on the hub.
+
+    >>> exchanges({"conversation": [{"input": "1+1=", "output": "2"}]})["messages"][1]
+    {'role': 'assistant', 'content': '2'}
+    """
+    key = next((key for key in ("conversation", "conversations", "messages") if row.get(key)), None)
+    if key is None:
+        raise DataError(f"exchanges: the row has no 'conversation'; it has {fields(row)}")
+    given = row[key]
+    if isinstance(given, str):
+        given = decode_json(given, f"exchanges: '{key}'")
+    if not isinstance(given, list | tuple):
+        raise DataError(f"exchanges: '{key}' is {kind(given)}; give a list of exchanges")
+    texts = list[Any]()
+    for number, exchange in enumerate(given):
+        if isinstance(exchange, str):
+            texts.append(exchange)
+            continue
+        names = next((pair for pair in _EXCHANGES if isinstance(exchange, Mapping) and {*pair} <= {*exchange}), None)
+        if names is None or len(texts) % 2:
+            pairs = " or ".join(f"'{ask}' and '{answer}'" for ask, answer in _EXCHANGES)
+            raise DataError(f"exchanges: exchange {number} is {shown(repr(exchange))}; give {pairs}")
+        texts += [exchange[name] for name in names]
+    if any(not isinstance(text, str) for text in texts[:-1]):
+        wrong = next(text for text in texts if not isinstance(text, str))
+        raise DataError(f"exchanges: '{key}' has {kind(wrong)} where a text is said; give texts")
+    texts = texts if isinstance(texts[-1], str) else texts[:-1]  # a question that is not answered
+    roles = ("user", "assistant")
+    messages = [{"role": roles[number % 2], "content": text} for number, text in enumerate(texts)]
+    return {**{name: value for name, value in row.items() if name != key}, "messages": messages}
+
+
+_EXCHANGES = (
+    ("input", "output"),
+    ("human", "assistant"),
+    ("user", "assistant"),
+    ("question", "answer"),
+    ("prompt", "response"),
+)
+"""The names of a question and its answer in an exchange."""

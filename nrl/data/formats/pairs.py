@@ -1,6 +1,7 @@
 """Formats of preferences: rows that have two answers or more, of which one is better."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from nrl.data.checks import shown
@@ -10,7 +11,7 @@ from nrl.data.messages import before_answers, canonical_messages
 from nrl.envs.contract import Task
 from nrl.errors import DataError
 
-__all__ = ["helpsteer3", "hh", "ultrafeedback"]
+__all__ = ["arena", "helpsteer3", "hh", "pku_saferlhf", "ultrafeedback", "ultrafeedback_completions"]
 
 
 def helpsteer3(row: Task) -> Task | None:
@@ -103,3 +104,98 @@ def _pair(format: str, chosen: Any, rejected: Any) -> Task:
     if not prompt:
         raise DataError(f"{format}: 'chosen' and 'rejected' do not begin with the same message")
     return {"prompt": prompt, "chosen": good[len(prompt) :], "rejected": bad[len(prompt) :]}
+
+
+def ultrafeedback_completions(row: Task) -> Task | None:
+    """Of UltraFeedback as it was annotated: the completion of the highest score is chosen, that of the lowest rejected.
+
+    Args:
+        row: with ``instruction`` and ``completions``, each with a ``response`` and an ``overall_score``.
+
+    Returns:
+        Its other fields but ``completions``, ``prompt``, ``chosen`` and ``rejected``; None where all scores are equal.
+
+    Raises:
+        DataError: a field is missing or of another type.
+
+    Source: Cui et al., 2023 (2310.01377); `openbmb/UltraFeedback` on the hub.
+
+    >>> completions = [{"response": "2", "overall_score": 9.0}, {"response": "11", "overall_score": 1.5}]
+    >>> ultrafeedback_completions({"instruction": "1+1=", "completions": completions})["rejected"]
+    '11'
+    """
+    (instruction,) = texts_of("ultrafeedback_completions", row, "instruction")
+    completions = row.get("completions")
+    if not isinstance(completions, list | tuple) or not all(isinstance(each, Mapping) for each in completions):
+        raise DataError(
+            f"ultrafeedback_completions: 'completions' is {shown(repr(completions))}; give a list of objects"
+        )
+    scored = list[tuple[float, str]]()
+    for number, completion in enumerate(completions):
+        (response,) = texts_of(f"ultrafeedback_completions: completion {number}", completion, "response")
+        score = completion.get("overall_score")
+        if isinstance(score, bool) or not isinstance(score, int | float):
+            raise DataError(
+                f"ultrafeedback_completions: completion {number} has the 'overall_score' {shown(repr(score))}; give a "
+                "number"
+            )
+        scored.append((float(score), response))
+    best, worst = (pick(scored, key=lambda pair: pair[0], default=(0.0, "")) for pick in (max, min))
+    if best[0] == worst[0]:
+        return None
+    others = {name: value for name, value in row.items() if name not in ("instruction", "completions")}
+    return {**others, "prompt": instruction, "chosen": best[1], "rejected": worst[1]}
+
+
+def pku_saferlhf(row: Task) -> Task:
+    """Of PKU-SafeRLHF: the better of two responses is the chosen one.
+
+    Args:
+        row: with ``prompt``, ``response_0``, ``response_1``, and ``better_response_id``, 0 or 1.
+
+    Returns:
+        Its other fields, ``chosen`` and ``rejected``.
+
+    Raises:
+        DataError: a field is missing or of another type.
+
+    Source: Ji et al., 2024 (2406.15513); `PKU-Alignment/PKU-SafeRLHF` on the hub.
+
+    >>> row = {"prompt": "1+1=", "response_0": "11", "response_1": "2", "better_response_id": 1}
+    >>> pku_saferlhf(row)["chosen"]
+    '2'
+    """
+    prompt, *responses = texts_of("pku_saferlhf", row, "prompt", "response_0", "response_1")
+    better = row.get("better_response_id")
+    if better not in (0, 1):
+        raise DataError(f"pku_saferlhf: 'better_response_id' is {shown(repr(better))}; it must be 0 or 1")
+    others = {name: value for name, value in row.items() if name not in ("response_0", "response_1")}
+    return {**others, "prompt": prompt, "chosen": responses[better], "rejected": responses[1 - better]}
+
+
+def arena(row: Task) -> Task | None:
+    """Of Chatbot Arena: the conversation with the winner is the chosen one; the prompt is their common beginning.
+
+    Args:
+        row: with ``conversation_a``, ``conversation_b`` and ``winner``: ``"model_a"``, ``"model_b"`` or a tie.
+
+    Returns:
+        ``prompt``, ``chosen`` and ``rejected``; None where there is a tie.
+
+    Raises:
+        DataError: a field is missing or of another type, or the conversations share no message.
+
+    Source: Zheng et al., 2023 (2306.05685); `lmsys/chatbot_arena_conversations` on the hub.
+
+    >>> asked = {"role": "user", "content": "1+1="}
+    >>> sides = [[asked, {"role": "assistant", "content": answer}] for answer in ("2", "11")]
+    >>> arena({"conversation_a": sides[0], "conversation_b": sides[1], "winner": "model_b"})["rejected"]
+    [{'role': 'assistant', 'content': '2'}]
+    """
+    (winner,) = texts_of("arena", row, "winner")
+    if not winner.startswith(("model_", "tie")):
+        raise DataError(f"arena: 'winner' is {shown(repr(winner))}; it must be 'model_a', 'model_b' or a tie")
+    sides = [row.get(name) for name in ("conversation_a", "conversation_b")]
+    if winner.startswith("tie"):
+        return None
+    return _pair("arena", *(sides if winner == "model_a" else sides[::-1]))

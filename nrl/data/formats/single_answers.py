@@ -5,11 +5,11 @@ from typing import Any
 
 from nrl.data.checks import fields, kind, shown
 from nrl.data.formats.base import texts_of
-from nrl.data.messages import is_chat
+from nrl.data.messages import decode_json, decoded_messages, is_chat
 from nrl.envs.contract import Task
 from nrl.errors import DataError
 
-__all__ = ["alpaca", "gsm8k", "openmathinstruct2", "prompt_completion", "squad", "verl"]
+__all__ = ["alpaca", "gsm8k", "openmathinstruct2", "prompt_completion", "s1k", "squad", "verl"]
 
 
 def gsm8k(row: Task) -> Task:
@@ -146,7 +146,7 @@ def verl(row: Task) -> Task:
     """Of verl's rows for reinforcement learning: the answer is ``reward_model.ground_truth``.
 
     Args:
-        row: with ``prompt``, messages, and ``reward_model`` with its ``ground_truth``.
+        row: with ``prompt``, messages, and ``reward_model`` with its ``ground_truth``; both may be JSON text.
 
     Returns:
         ``prompt``, ``answer`` (a number becomes a text), and where they are there ``data_source``, ``ability``,
@@ -162,9 +162,12 @@ def verl(row: Task) -> Task:
     '2'
     """
     reward = row.get("reward_model")
+    if isinstance(reward, str):
+        reward = decode_json(reward, "verl: 'reward_model'")
+    prompt = decoded_messages(row.get("prompt"))
     if not isinstance(reward, Mapping) or reward.get("ground_truth") is None:
         raise DataError(f"verl: 'reward_model' is {shown(repr(reward))}; give {{'ground_truth': ...}}")
-    if not is_chat(row.get("prompt")):
+    if not is_chat(prompt):
         raise DataError(f"verl: 'prompt' is {kind(row.get('prompt'))}; give a list of messages")
     truth = reward["ground_truth"]
     kept = {name: row[name] for name in ("data_source", "ability", "extra_info", "system", "tools") if name in row}
@@ -174,4 +177,33 @@ def verl(row: Task) -> Task:
             f"verl: 'reward_model' has the ground_truth {shown(repr(truth))}, and 'answer' is "
             f"{shown(repr(row['answer']))}; leave one of them out"
         )
-    return {"prompt": row["prompt"], "answer": answer, **kept}
+    return {"prompt": prompt, "answer": answer, **kept}
+
+
+def s1k(row: Task) -> Task:
+    """Of s1K: the reasoning and the answer of a teacher.
+
+    Args:
+        row: with ``question``, ``thinking_trajectories``, a list of one text, and ``attempt``. In s1K-1.1 they are
+            ``deepseek_thinking_trajectory`` and ``deepseek_attempt``, or Gemini's.
+
+    Returns:
+        Its other fields, ``prompt``, and ``response``, a message with ``reasoning_content``.
+
+    Raises:
+        DataError: a field is missing or no text.
+
+    Source: Muennighoff et al., 2025 (2501.19393); `simplescaling/s1K` and `simplescaling/s1K-1.1` on the hub.
+
+    >>> s1k({"question": "1+1=", "thinking_trajectories": ["Easy."], "attempt": "2"})["response"]
+    [{'role': 'assistant', 'content': '2', 'reasoning_content': 'Easy.'}]
+    """
+    pairs = [("thinking_trajectories", "attempt")]
+    pairs += [(f"{teacher}_thinking_trajectory", f"{teacher}_attempt") for teacher in ("deepseek", "gemini")]
+    reasoning, attempt = next((pair for pair in pairs if row.get(pair[0]) is not None), pairs[0])
+    traces = row.get(reasoning)
+    single = traces[0] if isinstance(traces, list | tuple) and len(traces) == 1 else traces
+    question, thought, answer = texts_of("s1k", {**row, reasoning: single}, "question", reasoning, attempt)
+    others = {name: value for name, value in row.items() if name not in ("question", reasoning, attempt)}
+    message = {"role": "assistant", "content": answer, "reasoning_content": thought}
+    return {**others, "prompt": question, "response": [message]}
