@@ -20,7 +20,14 @@ from nrl.data.messages import (
     is_chat,
 )
 from nrl.data.rendering import answered
-from nrl.data.row_fields import check_fields_agree, row_system, row_tools, whole_prompt, with_system
+from nrl.data.row_fields import (
+    check_fields_agree,
+    check_reasoning_read,
+    row_system,
+    row_tools,
+    whole_prompt,
+    with_system,
+)
 from nrl.data.suggestions import remedy_for
 from nrl.data.template_arguments import FIELD, template_arguments, with_arguments
 from nrl.envs.contract import Message, Prompt, Task
@@ -91,12 +98,14 @@ def _lesson(row: Task, response: str, place: str) -> tuple[Prompt, str | Sequenc
             + remedy_for(row, "Rows of a well-known dataset need their format, such as format='gsm8k'.")
             + " An example that is to make no supervised steps first takes warmup=0"
         )
+    check_reasoning_read(row, place, response)
     answer = _answer(row[response], f"{place}: '{response}'")
     return _asked(whole_prompt(row, place, answered=True) or row["prompt"], answer, system, place), answer
 
 
 def _asked(prompt: Any, answer: str | Sequence[Message], system: Any, place: str) -> Any:
     """The prompt of an answer: in the canonical form, behind the system's message of the row."""
+    prompt = decoded_messages(prompt)
     if isinstance(prompt, str) and prompt and not isinstance(answer, str):
         prompt = [{"role": "user", "content": prompt}]
     prompt = canonical_prompt(prompt, f"{place}: 'prompt'")
@@ -224,11 +233,13 @@ def sides(row: Task, place: str) -> tuple[Prompt, str | Sequence[Message], str |
                 f"{place} has no '{field}'; it has {fields(row)}. "
                 + remedy_for(row, "Rows of a well-known dataset need their format, such as format='helpsteer3'.")
             )
-    chosen, rejected = (_answer(row[field], f"{place}: '{field}'") for field in ("chosen", "rejected"))
+    chosen, rejected = (
+        _answer(decoded_messages(row[field]), f"{place}: '{field}'") for field in ("chosen", "rejected")
+    )
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise DataError(f"{place}: 'chosen' is {kind(chosen)} and 'rejected' {kind(rejected)}; give two of one kind")
     check_fields_agree(row, place)
-    system, prompt = row_system(row, place), row.get("prompt")
+    system, prompt = row_system(row, place), decoded_messages(row.get("prompt"))
     if isinstance(chosen, str) or isinstance(rejected, str):
         if prompt is None:
             raise DataError(f"{place} has no 'prompt', which texts answer; it has {fields(row)}")

@@ -74,7 +74,8 @@ def check_complete(
     >>> check_complete("assistant: 2", [message], [0])
     Traceback (most recent call last):
     nrl.errors.DataError: render: the chat template leaves out the reasoning of message 0 ('reasoning_content', \
-'reasoning' or 'thinking'), 'Easy.'; take a template that writes it, or leave it out of the row
+'reasoning' or 'thinking'), 'Easy.'; take a template that writes it, write it into 'content' between <think> and \
+</think>, or leave it out of the row
     """
     lost = _check_tools(text, tools)
     written = list[tuple[str, str]]()  # texts and their names
@@ -91,7 +92,7 @@ def check_complete(
                 continue
             said = f"'{name}' {of}" if name not in REASONING else f"the reasoning {of} ({_FIELDS})"
             if not where.has(inner):
-                raise DataError(_missing(said, inner))
+                raise DataError(_missing(said, inner, _INTO_CONTENT if name in REASONING else ""))
             if not where.has(value):
                 lost.add(f"white space around {name}")
             written.append((inner, said))
@@ -163,11 +164,12 @@ def _spellings(value: str) -> Iterator[str]:
             yield inner.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026").replace("'", "\\u0027")
 
 
-def _missing(name: str, value: str) -> str:
-    return (
-        f"render: the chat template leaves out {name}, {shown(repr(value))}; take a template that writes it, or leave "
-        "it out of the row"
-    )
+def _missing(name: str, value: str, remedy: str = "") -> str:
+    found = f"render: the chat template leaves out {name}, {shown(repr(value))}"
+    return f"{found}; take a template that writes it, {remedy}or leave it out of the row"
+
+
+_INTO_CONTENT = "write it into 'content' between <think> and </think>, "
 
 
 def _check_call(spoken: _Reader, call: Mapping[str, Any], of: str) -> _Reader:

@@ -114,7 +114,7 @@ def tasks_of_row(
             found = function(row)
         except DataError as error:
             suggestion = suggested_format(row)
-            other = "; " + remedy_for(row, "")[:-1].lower() if suggestion and suggestion != format else ""
+            other = f"; read such rows with format='{suggestion}'" if suggestion not in ("", format) else ""
             raise DataError(f"tasks: {place}: {error}{other}") from error
         except Exception as error:
             fault = shown(f"{type(error).__name__}: {error}")
@@ -170,7 +170,7 @@ def _canonical(row: Task, place: str, filled: bool) -> dict[str, Any]:
         with suppress(DataError):  # of a column that is something else; `supervised` refuses it
             found["tools"] = tools = canonical_tools(given, "", filled=filled)
     for key in _CHATS:
-        messages: Any = decoded_messages(row.get(key)) if key == "messages" else row.get(key)
+        messages: Any = row.get(key) if key == "response" else decoded_messages(row.get(key))
         if are_messages(messages):
             of_arrow = filled and not isinstance(row[key], str)
             found[key] = canonical_messages(messages, f"{place}: '{key}'", tools=tools, filled=of_arrow)

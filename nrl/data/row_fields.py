@@ -12,6 +12,7 @@ from typing import Any
 
 from nrl.data.checks import shown
 from nrl.data.messages import (
+    REASONING,
     are_messages,
     before_answers,
     canonical_messages,
@@ -25,6 +26,7 @@ from nrl.errors import DataError
 __all__ = [
     "PROMPT_KEYS",
     "check_fields_agree",
+    "check_reasoning_read",
     "row_system",
     "row_tools",
     "unread_prompts",
@@ -120,15 +122,48 @@ def whole_prompt(row: Mapping[str, Any], place: str, *, answered: bool = False) 
     if isinstance(prompt, str):
         users = [turn for turn in _turns(asked) if turn[0] != "system"]
         return [] if users == _turns([{"role": "user", "content": prompt}]) else asked
-    return [] if not is_chat(prompt) or len(_without_system(prompt)) >= len(_without_system(asked)) else asked
+    if not is_chat(prompt) or len(_without_system(prompt)) >= len(_without_system(asked)):
+        return []
+    given = canonical_messages(prompt, f"{place}: 'prompt'")
+    system = given[0]["content"] if given[0]["role"] in _OF_SYSTEM else None
+    return [*with_system(asked, system, place)]
+
+
+def check_reasoning_read(row: Mapping[str, Any], place: str, response: str) -> None:
+    """Check that a row has no reasoning beside a response that is a text, which nothing would read.
+
+    Args:
+        row: as the data has it.
+        place: how errors name it.
+        response: the field that holds the response.
+
+    Raises:
+        DataError: a field of `REASONING` has a text of several words that is not in the response. One word, such as
+            ``"on"``, is a setting.
+
+    >>> check_reasoning_read({"reasoning": "on", "response": "2"}, "row 0", "response")
+    """
+    answer = row.get(response)
+    for name in REASONING:
+        value = row.get(name)
+        if isinstance(value, str) and len(value.split()) > 1 and isinstance(answer, str) and not _holds(answer, value):
+            prompt = next((key for key in ("question", "problem") if key in row), "prompt")
+            raise DataError(
+                f"{place} has '{name}', {shown(repr(value))}, beside '{response}', which alone would be read. Read "
+                f"both with format='prompt={prompt},reasoning={name},response={response}', or leave it out: "
+                f"format=lambda row: {{key: row[key] for key in row if key != '{name}'}}"
+            )
 
 
 def _before_first_answer(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(takewhile(lambda message: message["role"] != "assistant", messages))
 
 
+_OF_SYSTEM = ("system", "developer")
+
+
 def _without_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return [message for message in messages if str(message.get("role")).lower() not in ("system", "developer")]
+    return [message for message in messages if str(message.get("role")).lower() not in _OF_SYSTEM]
 
 
 def _begins(messages: Sequence[dict[str, Any]], prompt: Any, place: str) -> bool:
@@ -253,7 +288,7 @@ def with_system(messages: Sequence[Mapping[str, Any]], system: Any, where: str) 
     """
     if not isinstance(system, str) or not system.strip():
         return messages
-    if not messages or messages[0]["role"] not in ("system", "developer"):
+    if not messages or messages[0]["role"] not in _OF_SYSTEM:
         return [{"role": "system", "content": system}, *messages]
     if messages[0]["content"] != system:
         raise DataError(

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 __all__ = ["remedy_for", "suggested_format"]
@@ -16,6 +17,7 @@ _BY_COLUMNS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("prompt", "reward_model"), "verl"),
     (("conversations",), "sharegpt"),
     (("conversation",), "sharegpt"),
+    (("system", "chat"), "glaive"),
     (("instruction", "output"), "alpaca"),
     (("instruction", "context", "response"), "dolly"),
     (("prompt", "completion"), "prompt_completion"),
@@ -48,22 +50,22 @@ def suggested_format(row: Mapping[str, Any]) -> str:
     present = {name for name, value in row.items() if value is not None}
     if isinstance(row.get("chosen"), str) and str(row["chosen"]).lstrip().startswith("Human:"):
         return "hh"
+    if isinstance(row.get("text"), str) and row["text"].lstrip().startswith("### Human:"):
+        return "guanaco"
     if {"question", "answer"} <= present and isinstance(row["answer"], str):
         return "gsm8k" if "####" in row["answer"] else "prompt=question,response=answer"
     for names, format in _BY_COLUMNS:
         if present >= {*names}:
-            return "exchanges" if names == ("conversation",) and not _has_roles(row["conversation"]) else format
+            return "exchanges" if format == "sharegpt" and _are_exchanges(row[names[0]]) else format
     return ""
 
 
-def _has_roles(conversation: Any) -> bool:
+def _are_exchanges(conversation: Any) -> bool:
     if isinstance(conversation, str):
-        try:
+        with suppress(ValueError, RecursionError):
             conversation = json.loads(conversation)
-        except (ValueError, RecursionError):
-            return True
-    first = conversation[0] if isinstance(conversation, list | tuple) and conversation else None
-    return not isinstance(first, Mapping) or "role" in first or "from" in first
+    first = conversation[0] if isinstance(conversation, list | tuple) and conversation else {"role": ""}
+    return isinstance(first, str) or (isinstance(first, Mapping) and not {"role", "from"} & {*first})
 
 
 def remedy_for(row: Mapping[str, Any], otherwise: str) -> str:

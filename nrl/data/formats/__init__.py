@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from nrl.data.formats.base import Format, FormatName
 from nrl.data.formats.calls import xlam
 from nrl.data.formats.columns import columns, columns_of_text
-from nrl.data.formats.conversations import exchanges, sharegpt, turns
+from nrl.data.formats.conversations import dialogue, exchanges, sharegpt, turns
 from nrl.data.formats.pairs import arena, helpsteer3, hh, pku_saferlhf, ultrafeedback, ultrafeedback_completions
 from nrl.data.formats.single_answers import alpaca, gsm8k, openmathinstruct2, prompt_completion, s1k, squad, verl
 from nrl.envs.contract import Task
@@ -23,6 +23,7 @@ __all__ = [
     "alpaca",
     "arena",
     "columns",
+    "dialogue",
     "exchanges",
     "format_of",
     "gsm8k",
@@ -53,8 +54,11 @@ FORMATS: Mapping[str, Format] = {
     "alpaca": alpaca,
     "arena": arena,
     "capybara": exchanges,
+    "dialogue": dialogue,
     "dolly": columns(prompt=["instruction", "context"], response="response"),
     "exchanges": exchanges,
+    "glaive": dialogue,
+    "guanaco": dialogue,
     "hh": hh,
     "medical_o1": columns(prompt="Question", reasoning="Complex_CoT", response="Response"),
     "metamath": columns(prompt="query", response="response"),

@@ -1,5 +1,6 @@
 """Formats of conversations."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ from nrl.data.row_fields import check_fields_agree
 from nrl.envs.contract import Task
 from nrl.errors import DataError
 
-__all__ = ["exchanges", "sharegpt", "turns"]
+__all__ = ["dialogue", "exchanges", "sharegpt", "turns"]
 
 
 def sharegpt(row: Task) -> Task:
@@ -152,3 +153,48 @@ _EXCHANGES = (
     ("prompt", "response"),
 )
 """The names of a question and its answer in an exchange."""
+
+
+def dialogue(row: Task) -> Task:
+    """Of conversations that are one text, with marks before what each speaker says.
+
+    Args:
+        row: with ``text``, as Guanaco has it, ``"### Human: ...### Assistant: ..."``; or with ``chat``, as Glaive's
+            calls of functions have it, ``"USER: ... ASSISTANT: ... <|endoftext|> FUNCTION RESPONSE: ..."``, and
+            ``system``.
+
+    Returns:
+        Its other fields, ``messages`` and, of Glaive, ``system``. Calls within a text stay as they are.
+
+    Raises:
+        DataError: there is no such text, or it does not begin with a mark.
+
+    Source: `timdettmers/openassistant-guanaco` and `glaiveai/glaive-function-calling-v2` on the hub.
+
+    >>> dialogue({"text": "### Human: 1+1=### Assistant: 2"})["messages"][1]
+    {'role': 'assistant', 'content': '2'}
+    """
+    key = next((key for key in ("chat", "text") if isinstance(row.get(key), str)), None)
+    if key is None:
+        raise DataError(f"dialogue: the row has neither 'chat' nor 'text'; it has {fields(row)}")
+    begin, *parts = _SPEAKER.split(row[key])
+    if begin.strip() or not parts:
+        raise DataError(f"dialogue: '{key}' does not begin with a speaker, as in '### Human:': {shown(repr(row[key]))}")
+    messages = [
+        {"role": _SPEAKERS[speaker], "content": text.strip().removesuffix(_END).strip()}
+        for speaker, text in zip(parts[::2], parts[1::2], strict=True)
+    ]
+    others = {name: value for name, value in row.items() if name != key}
+    if isinstance(system := row.get("system"), str):
+        others["system"] = system.removeprefix("SYSTEM:").strip()
+    return {**others, "messages": messages}
+
+
+_SPEAKERS = {
+    **dict.fromkeys(("### Human", "### User", "USER"), "user"),
+    **dict.fromkeys(("### Assistant", "ASSISTANT"), "assistant"),
+    **dict.fromkeys(("### System", "SYSTEM"), "system"),
+    "FUNCTION RESPONSE": "tool",
+}
+_SPEAKER = re.compile(rf"(?:(?<=\n)|\A|(?=###))\s*({'|'.join(map(re.escape, _SPEAKERS))}):")
+_END = "<|endoftext|>"

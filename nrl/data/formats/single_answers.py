@@ -203,7 +203,9 @@ def s1k(row: Task) -> Task:
     reasoning, attempt = next((pair for pair in pairs if row.get(pair[0]) is not None), pairs[0])
     traces = row.get(reasoning)
     single = traces[0] if isinstance(traces, list | tuple) and len(traces) == 1 else traces
-    question, thought, answer = texts_of("s1k", {**row, reasoning: single}, "question", reasoning, attempt)
+    question, thought, answer = texts_of(
+        "s1k", {**row, **({reasoning: single} if reasoning in row else {})}, "question", reasoning, attempt
+    )
     others = {name: value for name, value in row.items() if name not in ("question", reasoning, attempt)}
     message = {"role": "assistant", "content": answer, "reasoning_content": thought}
     return {**others, "prompt": question, "response": [message]}
