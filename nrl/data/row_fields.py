@@ -27,6 +27,7 @@ __all__ = [
     "PROMPT_KEYS",
     "check_fields_agree",
     "check_reasoning_read",
+    "is_exchange",
     "row_system",
     "row_tools",
     "unread_prompts",
@@ -50,7 +51,7 @@ def check_fields_agree(row: Mapping[str, Any], place: str, *, response: str = "r
 
     Raises:
         DataError: ``messages`` have an answer, and do not begin with ``prompt``, or end with another answer than the
-            row's own.
+            row's own; or a ``history`` of the conversation stands beside them.
 
     >>> messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     >>> check_fields_agree({"messages": messages, "prompt": "1+1="}, "row 0")
@@ -59,6 +60,12 @@ def check_fields_agree(row: Mapping[str, Any], place: str, *, response: str = "r
     nrl.errors.DataError: row 0 has 'response', '3', and 'messages' that end with another answer, '2'; only 'response' \
 would be read. Leave one of them out: format=lambda row: {key: row[key] for key in row if key != 'messages'}
     """
+    history = row.get("history")
+    if isinstance(history, list | tuple) and history and (are_messages(history) or all(map(is_exchange, history))):
+        raise DataError(
+            f"{place} has 'history', {shown(repr(history))}, which nothing reads. Read it with format='alpaca' or "
+            "format='prompt=prompt,history=history,response=response', or give the whole conversation as 'messages'"
+        )
     messages = _messages_of(row, place)
     tail = messages[len(before_answers(messages)) :]
     if not tail:
@@ -71,8 +78,21 @@ would be read. Leave one of them out: format=lambda row: {key: row[key] for key 
     _check_answers(row, tail, place, response)
 
 
+def is_exchange(value: Any) -> bool:
+    """Return whether a value is a pair of a question and its answer, both texts.
+
+    >>> is_exchange(["1+1=", "2"]), is_exchange("12")
+    (True, False)
+    """
+    return isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(text, str) for text in value)
+
+
+_BESIDE_PROMPTS = ("context", "passage", "input", "instruction")
+"""Fields that are a part of the prompt in many data sets, and that nothing reads without a format."""
+
+
 def unread_prompts(row: Mapping[str, Any], place: str) -> list[tuple[str, str]]:
-    """Return the fields of `PROMPT_KEYS` that say something else than the one that is read: that one, and each other.
+    """Return the fields of prompts that say something else than the one that is read: that one, and each other.
 
     >>> unread_prompts({"question": "1+1=", "prompt": "Add: 1+1="}, "row 0")
     []
@@ -82,6 +102,9 @@ def unread_prompts(row: Mapping[str, Any], place: str) -> list[tuple[str, str]]:
     messages = _messages_of(row, place)
     texts = {key: row[key] for key in PROMPT_KEYS[2:] if isinstance(row.get(key), str) and row[key].strip()}
     read = "prompt" if _has_prompt(row) else "messages" if messages else next(iter(texts), "")
+    if read:
+        beside = {key: row[key] for key in _BESIDE_PROMPTS if isinstance(row.get(key), str) and row[key].strip()}
+        texts |= beside
     found = [(read, key) for key in texts if not _holds(messages if read == "messages" else row[read], texts[key])]
     if read == "prompt" and messages and not _begins(messages, row["prompt"], place):
         found.append((read, "messages"))

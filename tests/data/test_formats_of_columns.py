@@ -47,6 +47,15 @@ def test_columns_may_lead_into_objects_and_join_texts() -> None:
     assert one({"prompt": ["task", "given"]}, {"task": "Add."})["prompt"] == [{"role": "user", "content": "Add."}]
 
 
+def test_a_history_of_a_column_comes_before_the_prompt() -> None:
+    row = {"prompt": "Thanks", "history": [["Hello", "Bye"]], "response": "Hi"}
+    thanks = {"role": "user", "content": "Thanks"}
+    assert one("prompt=prompt,history=history,response=response", row)["prompt"] == [ASK, BYE, thanks]
+    assert one("prompt=prompt,history=history,response=response", row | {"history": []})["prompt"] == [thanks]
+    with pytest.raises(DataError, match=r"columns: 'history' is \[3\]; give pairs of a question and its answer"):
+        one("prompt=prompt,history=history,response=response", row | {"history": [3]})
+
+
 def test_reasoning_of_a_column_is_that_of_the_answer() -> None:
     row = {"q": "Hello", "thoughts": ["Hmm"], "a": "Bye"}
     assert one("prompt=q,reasoning=thoughts,response=a", row)["response"] == THOUGHT
@@ -62,6 +71,7 @@ def test_reasoning_of_a_column_is_that_of_the_answer() -> None:
         ({}, "columns: no field; give columns of prompt"),
         ({"response": ["a", "b"]}, "columns: 'response' has several columns; only prompt and system may have them"),
         ({"prompt": "a", "reasoning": "b"}, "columns: 'reasoning' stands before a response; give 'response', too"),
+        ("history=a", "columns: 'history' stands before a prompt; give 'prompt', too"),
         ("prompt=", "columns: 'prompt=' names no column; write prompt=question,response=solution"),
         ("prompt=a,b", "columns: 'b' names no column"),
         ("sharegpt+nothing", "there is no format 'nothing'; .*, or give columns, such as 'prompt=question,"),

@@ -43,6 +43,9 @@ def taught(row: dict[str, Any]) -> str:
         ({"messages": [SYSTEM, ASK, BYE], "system_prompt": "Hi"}, "'system', 'Hi', and its messages begin with anoth"),
         ({"messages": [ASK, BYE], "system": "a", "system_prompt": "b"}, "'system', 'a', and 'system_prompt', 'b'"),
         ({"messages": [ASK, BYE], "tools": [TOOL], "functions": [OTHER]}, "'tools', .* and 'functions', .* which diff"),
+        ({"prompt": "Hello", "response": "Bye", "history": [["Hi", "No"]]}, "'history', .*, which nothing reads"),
+        ({"messages": [ASK, BYE], "history": [ASK, BYE]}, "'history', .*, which nothing reads"),
+        ({"messages": [{**SYSTEM, "functions": [TOOL]}, ASK, BYE]}, "message 0 has 'functions', .* which no template"),
         ({"messages": [{**SYSTEM, "tools": [TOOL]}, ASK, BYE]}, "message 0 has 'tools', .* which no template writes"),
         ({"messages": [ASK, {**BYE, "content": "", "refusal": "No"}]}, "message 1 has 'refusal', 'No', which no templ"),
         ({"messages": [ASK, {**BYE, "reasoning": "a", "thinking": "b"}]}, "message 1: 'reasoning' and 'thinking' diff"),
@@ -129,6 +132,8 @@ def test_templates_decide_which_prompt_is_read() -> None:
         ({"question": "Hello", "problem": "Thanks"}, "question", "problem"),
         ({"messages": [ASK, BYE], "question": "Thanks"}, "messages", "question"),
         ({"prompt": "Hello", "messages": [{**ASK, "content": "Hi"}]}, "prompt", "messages"),
+        ({"question": "Hello", "context": "Thanks"}, "question", "context"),
+        ({"messages": [ASK, BYE], "input": "Thanks"}, "messages", "input"),
     ],
 )
 def test_prompts_that_nothing_reads_are_said_once(

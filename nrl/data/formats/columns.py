@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nrl.data.checks import fields, kind, shown
-from nrl.data.formats.base import Format
+from nrl.data.formats.base import Format, with_history
 from nrl.data.messages import is_chat
 from nrl.envs.contract import Task
 from nrl.errors import DataError
 
 __all__ = ["columns", "columns_of_text"]
 
-_FIELDS = ("prompt", "response", "answer", "chosen", "rejected", "system", "tools", "reasoning", "messages")
+_FIELDS = ("prompt", "response", "answer", "chosen", "rejected", "system", "tools", "reasoning", "messages", "history")
 _TEXTS = ("prompt", "system")
 """The fields that may be made of several columns, with an empty line between."""
 
@@ -24,8 +24,9 @@ def columns(**names: str | Sequence[str]) -> Format:
 
     Args:
         names: the column of each field: ``prompt``, ``response``, ``answer``, ``chosen``, ``rejected``, ``system``,
-            ``tools``, ``messages`` or ``reasoning``. A dot leads into an object: ``"info.answer"``. ``prompt`` and
-            ``system`` may be of several columns, of which the first must be there.
+            ``tools``, ``messages``, ``reasoning``, or ``history``, pairs of a question and its answer. A dot leads into
+            an object: ``"info.answer"``. ``prompt`` and ``system`` may be of several columns, of which the first must
+            be there.
 
     Raises:
         DataError: there is no such field; or, of a row, it lacks a column, or one is of another type.
@@ -43,6 +44,8 @@ def columns(**names: str | Sequence[str]) -> Format:
         raise DataError(f"columns: '{several[0]}' has several columns; only {' and '.join(_TEXTS)} may have them")
     if "reasoning" in names and "response" not in names:
         raise DataError("columns: 'reasoning' stands before a response; give 'response', too")
+    if "history" in names and "prompt" not in names:
+        raise DataError("columns: 'history' stands before a prompt; give 'prompt', too")
     parts = {field: [column] if isinstance(column, str) else list(column) for field, column in names.items()}
 
     def renamed(row: Task) -> Task:
@@ -53,6 +56,8 @@ def columns(**names: str | Sequence[str]) -> Format:
                 raise DataError(f"columns: 'reasoning' is {kind(reasoning)}; give it and the response as texts")
             message = {"role": "assistant", "content": values["response"], "reasoning_content": reasoning}
             values["response"] = [message]
+        if "history" in values:
+            values["prompt"] = with_history(values["prompt"], values.pop("history"), "columns: 'history'")
         others = {key: value for key, value in row.items() if key not in used}
         return {**others, **{field: value for field, value in values.items() if value is not None}}
 
@@ -85,7 +90,7 @@ def _value(row: Task, field: str, names: Sequence[str]) -> Any:
     """Return the value of a field; of several columns, their texts."""
     values = [_in_column(row, name) for name in names]
     if values[0] is None:
-        if field in ("system", "tools", "reasoning", "answer"):
+        if field in ("system", "tools", "reasoning", "answer", "history"):
             return None
         raise DataError(f"columns: the row has no '{names[0]}'; it has {fields(row)}")
     if len(names) == 1:

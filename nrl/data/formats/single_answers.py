@@ -1,10 +1,9 @@
 """Formats of rows that have one question and one answer to it."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from nrl.data.checks import fields, kind, shown
-from nrl.data.formats.base import texts_of
+from nrl.data.formats.base import texts_of, with_history
 from nrl.data.messages import decode_json, decoded_messages, is_chat
 from nrl.envs.contract import Task
 from nrl.errors import DataError
@@ -103,18 +102,8 @@ def alpaca(row: Task) -> Task:
     more = row.get("input")
     if more is not None and not isinstance(more, str):
         raise DataError(f"alpaca: 'input' is {kind(more)}; give a text")
-    prompt: Any = f"{instruction}\n\n{more}" if more else instruction
-    history = row.get("history") or []
-    if not isinstance(history, list | tuple) or any(
-        not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(text, str) for text in pair)
-        for pair in history
-    ):
-        raise DataError(f"alpaca: 'history' is {shown(repr(history))}; give pairs of a question and its answer")
-    if history:
-        said = [text for pair in history for text in pair]
-        roles = ["user", "assistant"] * len(history)
-        earlier = [{"role": role, "content": text} for role, text in zip(roles, said, strict=True)]
-        prompt = [*earlier, {"role": "user", "content": prompt}]
+    prompt = f"{instruction}\n\n{more}" if more else instruction
+    prompt = with_history(prompt, row.get("history"), "alpaca: 'history'")
     return {**({"system": row["system"]} if row.get("system") else {}), "prompt": prompt, "response": output}
 
 

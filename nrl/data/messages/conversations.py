@@ -201,7 +201,7 @@ def _pop_trained(message: dict[str, Any], where: str) -> bool:
 
 
 _UNREAD = {
-    "tools": "give them as the field 'tools' of the row",
+    **dict.fromkeys(("tools", "functions"), "give them as the field 'tools' of the row"),
     "refusal": "give it as 'content'",
     **dict.fromkeys(("train_detail", "training_detail"), "nrl trains whole turns; leave it out"),
 }
