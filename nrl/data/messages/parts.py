@@ -68,7 +68,7 @@ def read_parts(content: Sequence[Any], role: str, where: str) -> Parts:
     """
     texts, thoughts, calls, order = list[str](), list[str](), list[Mapping[str, Any]](), list[int]()
     for number, part in enumerate(content):
-        of_kind = part.get("type") if isinstance(part, Mapping) else None
+        of_kind = str(part["type"]) if isinstance(part, Mapping) and part.get("type") is not None else None
         if is_text(part):
             texts.append(part["text"])
             order += [1] if part["text"].strip() else []
