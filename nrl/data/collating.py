@@ -29,7 +29,7 @@ from nrl.data.row_fields import (
     with_system,
 )
 from nrl.data.suggestions import remedy_for
-from nrl.data.template_arguments import FIELD, template_arguments, with_arguments
+from nrl.data.templates import FIELD, template_arguments, with_arguments
 from nrl.envs.contract import Message, Prompt, Task
 from nrl.errors import DataError, ModelError
 

@@ -19,7 +19,7 @@ from nrl.data.formats import Format, FormatName
 from nrl.data.prompts import print_unread, tasks_of_row
 from nrl.data.rendering import render
 from nrl.data.sources import is_glob, read
-from nrl.data.template_arguments import FIELD, template_arguments
+from nrl.data.templates import FIELD, template_arguments
 from nrl.envs import arithmetic, reversal
 from nrl.envs.contract import Task
 from nrl.envs.references import TaskCheck, faults_of, report

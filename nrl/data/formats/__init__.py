@@ -8,11 +8,18 @@ returns have ``prompt`` or ``messages``; and ``answer`` for verifiers, ``respons
 from collections.abc import Mapping
 
 from nrl.data.formats.base import Format, FormatName
-from nrl.data.formats.calls import xlam
-from nrl.data.formats.columns import columns, columns_of_text
-from nrl.data.formats.conversations import dialogue, exchanges, sharegpt, turns
-from nrl.data.formats.pairs import arena, helpsteer3, hh, pku_saferlhf, ultrafeedback, ultrafeedback_completions
+from nrl.data.formats.column_names import columns, columns_of_text
+from nrl.data.formats.conversation_rows import dialogue, exchanges, sharegpt, turns
+from nrl.data.formats.preference_rows import (
+    arena,
+    helpsteer3,
+    hh,
+    pku_saferlhf,
+    ultrafeedback,
+    ultrafeedback_completions,
+)
 from nrl.data.formats.single_answers import alpaca, gsm8k, openmathinstruct2, prompt_completion, s1k, squad, verl
+from nrl.data.formats.tool_call_rows import xlam
 from nrl.envs.contract import Task
 from nrl.errors import DataError
 

@@ -14,8 +14,7 @@ JSON text, with fields that are null. `canonical_messages` and `canonical_tools`
 Other fields stay as they are. The module imports no tensors, so environments can use it.
 """
 
-from nrl.data.messages.calls import decode_json, read_arguments
-from nrl.data.messages.conversations import (
+from nrl.data.messages.canonical import (
     ROLES,
     TRAINED,
     are_messages,
@@ -25,9 +24,10 @@ from nrl.data.messages.conversations import (
     decoded_messages,
     is_chat,
 )
-from nrl.data.messages.parts import separate_results
+from nrl.data.messages.content_parts import separate_results
 from nrl.data.messages.reasoning import REASONING, split_content
-from nrl.data.messages.tools import canonical_tools
+from nrl.data.messages.tool_calls import decode_json, read_arguments
+from nrl.data.messages.tool_schemas import canonical_tools
 
 __all__ = [
     "REASONING",

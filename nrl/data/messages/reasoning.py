@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nrl.data.checks import kind, shown
-from nrl.data.messages.calls import decode_json
+from nrl.data.messages.tool_calls import decode_json
 from nrl.errors import DataError
 
 __all__ = ["REASONING", "set_reasoning", "split_content"]

@@ -7,10 +7,10 @@ from typing import Any
 
 from nrl.arguments import described
 from nrl.data.checks import fields, find_media, kind, shown
-from nrl.data.messages.calls import canonical_call, decode_json
-from nrl.data.messages.parts import Parts, is_text, read_parts, separate_results
+from nrl.data.messages.content_parts import ContentParts, is_text, read_parts, separate_results
 from nrl.data.messages.reasoning import set_reasoning
-from nrl.data.messages.tools import function_of
+from nrl.data.messages.tool_calls import canonical_call, decode_json
+from nrl.data.messages.tool_schemas import function_of
 from nrl.errors import DataError
 
 __all__ = [
@@ -150,7 +150,7 @@ def _message(message: Any, where: str, schemas: Mapping[str, Any] | None, parts:
     calls = [calls] if isinstance(calls, Mapping) else calls
     if calls is not None and not isinstance(calls, list | tuple):
         raise DataError(f"{where}: 'tool_calls' is {kind(calls)}; give a list of calls, or leave it out")
-    in_parts = Parts("", "", [])
+    in_parts = ContentParts("", "", [])
     if not parts and isinstance(found.get("content"), list | tuple):
         in_parts = read_parts(found["content"], found["role"], where)
         found["content"] = in_parts.text

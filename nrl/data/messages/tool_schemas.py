@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 from nrl.data.checks import kind
-from nrl.data.messages.calls import decode_json
+from nrl.data.messages.tool_calls import decode_json
 from nrl.errors import DataError
 
 __all__ = ["canonical_tools", "function_of"]

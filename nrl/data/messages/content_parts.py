@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from nrl.data.checks import kind, shown
 from nrl.errors import DataError
 
-__all__ = ["Parts", "is_text", "read_parts", "separate_results"]
+__all__ = ["ContentParts", "is_text", "read_parts", "separate_results"]
 
 _TEXTS = ("text", "input_text", "output_text")
 _REASONING = ("thinking", "reasoning", "thought")
@@ -26,15 +26,15 @@ _REMEDIES = {
 }
 
 
-class Parts(NamedTuple):
+class ContentParts(NamedTuple):
     """What a list of parts says.
 
     Args:
         text: of all parts of text.
         reasoning: empty lines join several parts.
-        calls: as `nrl.data.messages.calls.canonical_call` takes them.
+        calls: as `nrl.data.messages.tool_calls.canonical_call` takes them.
 
-    >>> Parts("2", "Easy.", []).text
+    >>> ContentParts("2", "Easy.", []).text
     '2'
     """
 
@@ -52,7 +52,7 @@ def is_text(part: Any) -> bool:
     return isinstance(part, Mapping) and (part.get("type") or "text") in _TEXTS and isinstance(part.get("text"), str)
 
 
-def read_parts(content: Sequence[Any], role: str, where: str) -> Parts:
+def read_parts(content: Sequence[Any], role: str, where: str) -> ContentParts:
     """Return what the parts of a content say.
 
     Args:
@@ -64,7 +64,7 @@ def read_parts(content: Sequence[Any], role: str, where: str) -> Parts:
         DataError: a part is of another kind, or the parts do not follow each other as a template writes them.
 
     >>> read_parts([{"type": "thinking", "thinking": "Easy."}, {"type": "text", "text": "2"}], "assistant", "the chat")
-    Parts(text='2', reasoning='Easy.', calls=[])
+    ContentParts(text='2', reasoning='Easy.', calls=[])
     """
     texts, thoughts, calls, order = list[str](), list[str](), list[Mapping[str, Any]](), list[int]()
     for number, part in enumerate(content):
@@ -92,7 +92,7 @@ def read_parts(content: Sequence[Any], role: str, where: str) -> Parts:
             f"{where}: 'content' has reasoning or text behind what templates write later; give reasoning, text and "
             "calls in this order, or make several messages of it"
         )
-    return Parts("".join(texts), "\n\n".join(thoughts), calls)
+    return ContentParts("".join(texts), "\n\n".join(thoughts), calls)
 
 
 def _reasoning_of(part: Mapping[str, Any], where: str) -> str:
