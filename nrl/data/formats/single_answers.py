@@ -102,8 +102,8 @@ def alpaca(row: Task) -> Task:
     more = row.get("input")
     if more is not None and not isinstance(more, str):
         raise DataError(f"alpaca: 'input' is {kind(more)}; give a text")
-    prompt = f"{instruction}\n\n{more}" if more else instruction
-    prompt = with_history(prompt, row.get("history"), "alpaca: 'history'")
+    question = f"{instruction}\n\n{more}" if more else instruction
+    prompt = with_history(question, row.get("history"), "alpaca: 'history'")
     return {**({"system": row["system"]} if row.get("system") else {}), "prompt": prompt, "response": output}
 
 
