@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nrl.arguments import with_article
 from nrl.errors import ArgumentError
 
 __all__ = [
@@ -167,7 +168,8 @@ def _combine(key: str, a: Reduced, b: Reduced) -> Reduced:
         case Ess(), Ess():
             return Ess(a.total + b.total, a.squares + b.squares, a.weight + b.weight)
     raise ArgumentError(
-        f"merge: metric '{key}' is a {type(a).__name__} on one side and a {type(b).__name__} on the other; "
+        f"merge: metric '{key}' is {with_article(type(a).__name__)} on one side and {with_article(type(b).__name__)} "
+        "on the other; "
         "give the two numbers different names, or reduce both the same way"
     )
 
@@ -193,7 +195,9 @@ def _read(key: str, value: Reduced) -> float:
             return float(number.detach())
         case Ess(total, squares, weight):
             return _ess(*(float(x.detach()) for x in (total, squares, weight)))
-    raise ArgumentError(f"finalize: metric '{key}' is a {type(value).__name__}; return a Mean, Sum, Max, Min or Ess")
+    raise ArgumentError(
+        f"finalize: metric '{key}' is {with_article(type(value).__name__)}; return a Mean, Sum, Max, Min or Ess"
+    )
 
 
 def _ess(total: float, squares: float, weight: float) -> float:

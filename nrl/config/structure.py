@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, NewType, TypeAliasType, Union, get_a
 import attrs
 import cattrs
 
+from nrl.arguments import with_article
 from nrl.config._yaml import Found, Problems, Word, mapping, parse, word_items
 from nrl.config.expansion import expand_home
 from nrl.errors import ArgumentError
@@ -91,7 +92,7 @@ def name(kind: Any) -> str:
 
 def found(value: Any) -> str:
     """A value and its type, for a message."""
-    return "null" if value is None else f"{reprlib.repr(value)} (a {type(value).__name__})"
+    return "null" if value is None else f"{reprlib.repr(value)} ({with_article(type(value).__name__)})"
 
 
 def _reading(value: Any) -> Any:
@@ -286,7 +287,7 @@ def _refuse(value: Any, kind: Any) -> Any:
     with contextlib.suppress(TypeError):  # not every type can be asked
         if isinstance(value, get_origin(kind) or kind):
             return value  # a default
-    raise Problems(((), f"a {name(kind)} cannot be written in a configuration; set it in Python"))
+    raise Problems(((), f"{with_article(name(kind))} cannot be written in a configuration; set it in Python"))
 
 
 def _origin(kind: Any) -> Any:

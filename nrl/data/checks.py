@@ -7,10 +7,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nrl.arguments import described, register_kind
+from nrl.arguments import described, register_kind, with_article
 from nrl.errors import DataError
 
-__all__ = ["Tokenizer", "check_messages", "check_prompt", "check_text_alone", "exists", "fields", "kind", "shown"]
+__all__ = [
+    "Tokenizer",
+    "check_messages",
+    "check_prompt",
+    "check_text_alone",
+    "exists",
+    "fields",
+    "find_media",
+    "kind",
+    "shown",
+]
 
 
 def shown(text: str, most: int = 60) -> str:
@@ -20,7 +30,7 @@ def shown(text: str, most: int = 60) -> str:
 
 def kind(value: Any) -> str:
     """The words for a value's type in a message, such as ``a list``."""
-    return "nothing (null)" if value is None else f"a {type(value).__name__}"
+    return "nothing (null)" if value is None else with_article(type(value).__name__)
 
 
 def fields(row: Mapping[Any, Any]) -> str:
@@ -90,14 +100,23 @@ format=lambda row: {key: row[key] for key in row if key != 'image'}
     """
     if not isinstance(row, Mapping):
         raise DataError(f"{place} is {described(row)}; give a mapping, such as {{'prompt': '...'}}")
-    for key, value in row.items():
-        if f"{{{key}" in template or not (_is_media(value) or (_names_media(key) and _may_be_media(value))):
-            continue
+    read = [key for key in row if f"{{{key}" in template]
+    if (key := find_media({key: value for key, value in row.items() if key not in read})) is not None:
         raise DataError(
-            f"{place} has '{key}', {described(value)}, and nothing here reads it: models of nrl see text alone, and "
+            f"{place} has '{key}', {described(row[key])}, and nothing here reads it: models of nrl see text alone, and "
             "would learn to answer about what they do not see. Take rows that text alone can answer, or leave the "
             f"column out: format=lambda row: {{key: row[key] for key in row if key != '{key}'}}"
         )
+
+
+def find_media(row: Mapping[Any, Any]) -> Any:
+    """Return the name of the first field that holds a picture, a film or a sound; None: there is none.
+
+    >>> find_media({"content": "What is this?", "images": ["cat.png"]})
+    'images'
+    """
+    held = (key for key, value in row.items() if _is_media(value) or (_names_media(key) and _may_be_media(value)))
+    return next(held, None)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -20,7 +20,16 @@ from nrl.data.messages import (
     is_chat,
 )
 from nrl.data.rendering import answered
-from nrl.data.row_fields import check_fields_agree, row_system, row_tools, with_system
+from nrl.data.row_fields import (
+    check_fields_agree,
+    check_reasoning_read,
+    row_system,
+    row_tools,
+    whole_prompt,
+    with_system,
+)
+from nrl.data.suggestions import remedy_for
+from nrl.data.templates import FIELD, template_arguments, with_arguments
 from nrl.envs.types import Message, Prompt, Task
 from nrl.errors import DataError, ModelError
 
@@ -39,7 +48,8 @@ def supervised(
     the tokens that a sampler would see: no token reaches across its end.
 
     A row that is a chat may have ``tools``, JSON schemas of functions as `nrl.envs.tools.Tool.schema` is one, and its
-    messages ``tool_calls``; the chat template writes both.
+    messages ``tool_calls``; the chat template writes both. It may have ``chat_template_kwargs``, variables of the
+    template such as ``{"enable_thinking": False}``.
 
     Args:
         rows: each with ``prompt``, which `render` takes, and a response; or with ``messages``.
@@ -84,15 +94,18 @@ def _lesson(row: Task, response: str, place: str) -> tuple[Prompt, str | Sequenc
     missing = [field for field in ("prompt", response) if field not in row]
     if missing:
         raise DataError(
-            f"{place} has no '{missing[0]}'; it has {fields(row)}. Rows of a well-known dataset need their format, "
-            "such as format='gsm8k'; an example that is to make no supervised steps first takes warmup=0"
+            f"{place} has no '{missing[0]}'; it has {fields(row)}. "
+            + remedy_for(row, "Rows of a well-known dataset need their format, such as format='gsm8k'.")
+            + " An example that is to make no supervised steps first takes warmup=0"
         )
+    check_reasoning_read(row, place, response)
     answer = _answer(row[response], f"{place}: '{response}'")
-    return _asked(row["prompt"], answer, system, place), answer
+    return _asked(whole_prompt(row, place, answered=True) or row["prompt"], answer, system, place), answer
 
 
 def _asked(prompt: Any, answer: str | Sequence[Message], system: Any, place: str) -> Any:
     """The prompt of an answer: in the canonical form, behind the system's message of the row."""
+    prompt = decoded_messages(prompt)
     if isinstance(prompt, str) and prompt and not isinstance(answer, str):
         prompt = [{"role": "user", "content": prompt}]
     prompt = canonical_prompt(prompt, f"{place}: 'prompt'")
@@ -217,18 +230,20 @@ def sides(row: Task, place: str) -> tuple[Prompt, str | Sequence[Message], str |
     for field in ("chosen", "rejected"):
         if field not in row:
             raise DataError(
-                f"{place} has no '{field}'; it has {fields(row)}. Rows of a well-known dataset need their format, "
-                "such as format='helpsteer3'"
+                f"{place} has no '{field}'; it has {fields(row)}. "
+                + remedy_for(row, "Rows of a well-known dataset need their format, such as format='helpsteer3'.")
             )
-    chosen, rejected = (_answer(row[field], f"{place}: '{field}'") for field in ("chosen", "rejected"))
+    chosen, rejected = (
+        _answer(decoded_messages(row[field]), f"{place}: '{field}'") for field in ("chosen", "rejected")
+    )
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise DataError(f"{place}: 'chosen' is {kind(chosen)} and 'rejected' {kind(rejected)}; give two of one kind")
     check_fields_agree(row, place)
-    system, prompt = row_system(row, place), row.get("prompt")
+    system, prompt = row_system(row, place), decoded_messages(row.get("prompt"))
     if isinstance(chosen, str) or isinstance(rejected, str):
         if prompt is None:
             raise DataError(f"{place} has no 'prompt', which texts answer; it has {fields(row)}")
-        return _asked(prompt, chosen, system, place), chosen, rejected
+        return _asked(whole_prompt(row, place, answered=True) or prompt, chosen, system, place), chosen, rejected
     if not prompt:
         count = shared(chosen, rejected)
         if not count:
@@ -281,8 +296,11 @@ def _encoded(
     tools = canonical_tools(row_tools(row, place), f"{place}: 'tools'")
     if tools and isinstance(answer, str) and not is_chat(prompt):
         raise DataError(f"{place} has 'tools', and its prompt is no chat, so nothing shows them; give it as messages")
+    arguments = template_arguments(row, place)
+    if arguments and isinstance(answer, str) and not is_chat(prompt):
+        raise DataError(f"{place} has '{FIELD}', and its prompt is no chat, so no template reads it; leave it out")
     try:
-        ids, mask = answered(prompt, answer, tokenizer, tools=tools or None)
+        ids, mask = answered(prompt, answer, with_arguments(tokenizer, arguments), tools=tools or None)
     except DataError as error:
         raise DataError(f"{place}: {error}") from error
     except ModelError as error:

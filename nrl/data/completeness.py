@@ -8,6 +8,7 @@ level: a template that writes its outer parameters and leaves out inner ones is 
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,9 +17,10 @@ from typing import Any, NamedTuple
 
 from nrl.data.checks import shown
 from nrl.data.messages import REASONING, split_content
+from nrl.envs.replies import REASONING_MARKS, find_closing, find_mark
 from nrl.errors import DataError
 
-__all__ = ["check_complete", "losses"]
+__all__ = ["check_complete", "count_loss", "losses"]
 
 _SHORT = 24  # characters; shorter texts occur by chance, so their repetition says nothing
 
@@ -72,7 +74,8 @@ def check_complete(
     >>> check_complete("assistant: 2", [message], [0])
     Traceback (most recent call last):
     nrl.errors.DataError: render: the chat template leaves out the reasoning of message 0 ('reasoning_content', \
-'reasoning' or 'thinking'), 'Easy.'; take a template that writes it, or leave it out of the row
+'reasoning' or 'thinking'), 'Easy.'; take a template that writes it, write it into 'content' between <think> and \
+</think>, or leave it out of the row
     """
     lost = _check_tools(text, tools)
     written = list[tuple[str, str]]()  # texts and their names
@@ -89,7 +92,7 @@ def check_complete(
                 continue
             said = f"'{name}' {of}" if name not in REASONING else f"the reasoning {of} ({_FIELDS})"
             if not where.has(inner):
-                raise DataError(_missing(said, inner))
+                raise DataError(_missing(said, inner, _INTO_CONTENT if name in REASONING else ""))
             if not where.has(value):
                 lost.add(f"white space around {name}")
             written.append((inner, said))
@@ -101,26 +104,33 @@ def check_complete(
                     for path, value in _leaves(call["function"]["arguments"], "")
                     if isinstance(value, str)
                 ]
-    _check_each(text, [*written, *called])
-    _check_once(text, written, messages, tools, template)
+        if at in trained:
+            _check_opened_once(text, message["content"], of)
+    _check_counts(text, written, called, (messages, tools), template)
+    for name in sorted(lost):
+        count_loss(name)
+
+
+def count_loss(name: str) -> None:
+    """Count that a template leaves something out by design, where `losses` counts.
+
+    >>> with losses() as found:
+    ...     count_loss("types of tools")
+    >>> found
+    {'types of tools': 1}
+    """
     counts = _COUNTS.get()
     if counts is not None:
-        for name in sorted(lost):
-            counts[name] = counts.get(name, 0) + 1
-
-
-def _check_each(text: str, written: Sequence[tuple[str, str]]) -> None:
-    """Check that texts which stand several times in a conversation, also within others, are written as often."""
-    whole = "\0".join(value for value, _ in written)
-    for value, name in sorted(dict(reversed(written)).items(), key=lambda item: -len(item[0])):
-        if value and whole.count(value) > sum(text.count(spelling) for spelling in {*_spellings(value)}):
-            raise DataError(_missing(f"{name}, which stands elsewhere, too", value))
+        counts[name] = counts.get(name, 0) + 1
 
 
 def _reasoned(message: Mapping[str, Any]) -> dict[str, str]:
     """The texts of a message of the assistant. Templates take apart a content that has the reasoning within marks."""
     found = {name: message[name] for name in REASONING if message.get(name)}
     reasoning, content = split_content(message["content"])
+    _, begun, is_ended = _begun_reasoning(content)
+    if not is_ended:
+        reasoning, content = begun, ""
     if content != message["content"]:
         found["reasoning in content"] = reasoning
     return {**found, "content": content}
@@ -154,11 +164,12 @@ def _spellings(value: str) -> Iterator[str]:
             yield inner.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026").replace("'", "\\u0027")
 
 
-def _missing(name: str, value: str) -> str:
-    return (
-        f"render: the chat template leaves out {name}, {shown(repr(value))}; take a template that writes it, or leave "
-        "it out of the row"
-    )
+def _missing(name: str, value: str, remedy: str = "") -> str:
+    found = f"render: the chat template leaves out {name}, {shown(repr(value))}"
+    return f"{found}; take a template that writes it, {remedy}or leave it out of the row"
+
+
+_INTO_CONTENT = "write it into 'content' between <think> and </think>, "
 
 
 def _check_call(spoken: _Reader, call: Mapping[str, Any], of: str) -> _Reader:
@@ -291,24 +302,59 @@ def _of_schema(schema: Any, path: str, of: str) -> Iterator[_Part]:
             yield from _of_schema(each, f"{path}[]" if key in ("items", "prefixItems") else path, of)
 
 
-def _check_once(
+def _check_counts(
     text: str,
     written: Sequence[tuple[str, str]],
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]],
+    called: Sequence[tuple[str, str]],
+    given: tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]],
     template: str,
 ) -> None:
-    long = {value: name for value, name in written if len(value) >= _SHORT}
-    if not long:
-        return
-    given = json.dumps([messages, tools], ensure_ascii=False, default=str)
-    for value, name in long.items():
-        found = text.count(value)
-        if found < 2:
+    """Check that each text is written as often as it stands in a conversation, also within others, and not more often.
+
+    Args:
+        text: that the template wrote.
+        written: texts and their names.
+        called: likewise, of arguments. A template may write them twice, as those that show how calls are written do.
+        given: the messages and the tools.
+        template: its source.
+    """
+    names = dict(reversed([*written, *called]))
+    spoken = "\0".join(value for value, _ in (*written, *called))
+    once = {value for value, _ in written if len(value) >= _SHORT}
+    encoded = ""
+    for value, name in sorted(names.items(), key=lambda item: -len(item[0])):
+        count = text.count(value) if value else 0
+        if value and spoken.count(value) > count + sum(text.count(other) for other in {*_spellings(value)} - {value}):
+            raise DataError(_missing(f"{name}, which stands elsewhere, too", value))
+        if count < 2 or value not in once:
             continue
-        own = given.count(json.dumps(value, ensure_ascii=False)[1:-1]) + template.count(value)
-        if found > own:
+        encoded = encoded or json.dumps(given, ensure_ascii=False, default=str)
+        own = encoded.count(json.dumps(value, ensure_ascii=False)[1:-1]) + template.count(value)
+        if count > own:
             raise DataError(
-                f"render: the chat template writes {name} {found} times, {shown(repr(value))}, where the row has it "
+                f"render: the chat template writes {name} {count} times, {shown(repr(value))}, where the row has it "
                 f"{own} times; take a template that writes it once"
             )
+
+
+def _check_opened_once(text: str, content: str, of: str) -> None:
+    """Check that a template writes no reasoning in front of a content that begins with reasoning of its own."""
+    opening, reasoning, _ = _begun_reasoning(content)
+    if not reasoning:
+        return
+    for match in re.finditer(rf"{re.escape(opening)}\s*{re.escape(reasoning)}", text):
+        if text[: match.start()].rstrip().endswith((opening, REASONING_MARKS[opening])):
+            raise DataError(
+                f"render: the chat template writes reasoning of its own in front of 'content' {of}, which begins with "
+                f"{opening!r}, {shown(repr(content))}; end the reasoning with {REASONING_MARKS[opening]!r}, or give it "
+                f"as '{REASONING[0]}'"
+            )
+
+
+def _begun_reasoning(content: str) -> tuple[str, str, bool]:
+    """Return the mark that a content begins with, the reasoning behind it, and whether it ends; or empty texts."""
+    mark = find_mark(content)
+    if mark is None or mark[0] not in REASONING_MARKS or content[: mark.start()].strip():
+        return "", "", True
+    closing = find_closing(content, mark.end(), mark[0])
+    return mark[0], content[mark.end() : closing.start() if closing else len(content)].strip(), closing is not None

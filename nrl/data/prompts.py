@@ -9,7 +9,7 @@ from typing import Any
 from nrl.algos import name_of
 from nrl.data.checks import check_prompt, check_text_alone, fields, kind, shown
 from nrl.data.collating import check_unprompted, shared
-from nrl.data.formats import Format, format_of
+from nrl.data.formats import Format, FormatName, format_of
 from nrl.data.messages import (
     are_messages,
     before_answers,
@@ -18,8 +18,17 @@ from nrl.data.messages import (
     decoded_messages,
     is_chat,
 )
-from nrl.data.row_fields import PROMPT_KEYS, check_fields_agree, row_system, row_tools, unread_prompts, with_system
+from nrl.data.row_fields import (
+    PROMPT_KEYS,
+    check_fields_agree,
+    row_system,
+    row_tools,
+    unread_prompts,
+    whole_prompt,
+    with_system,
+)
 from nrl.data.sources import read
+from nrl.data.suggestions import remedy_for, suggested_format
 from nrl.envs.types import Task
 from nrl.errors import DataError
 
@@ -29,7 +38,7 @@ __all__ = ["print_unread", "rows", "tasks_of_row"]
 def rows(
     source: str | Path | Sequence[Task | str | Path],
     *,
-    format: str | Format | None = None,
+    format: FormatName | Format | None = None,
     template: str | None = None,
     chat: bool = True,
 ) -> list[Task]:
@@ -46,7 +55,8 @@ def rows(
             dataset of the Hugging Face hub such as ``"openai/gsm8k/main:train"``, a list of these, or mappings; see
             `nrl.data.sources.read`.
         format: first makes of each row a row, several or none: a function, or its name in `FORMATS`, or several names
-            with ``+`` between, such as ``"sharegpt+turns"``.
+            with ``+`` between, such as ``"sharegpt+turns"``; or the names of columns, such as
+            ``{"prompt": "query", "response": "reply"}`` or ``"prompt=query,response=reply"``; see `columns`.
         template: makes the text of the prompt from the fields of the row instead, as `str.format` does:
             ``"Q: {question}\\nA:"``. A brace that stands for itself is doubled.
         chat: whether a text becomes a chat.
@@ -83,7 +93,7 @@ def print_unread(unread: Mapping[tuple[str, str], int], name: str, total: int) -
 
 
 def tasks_of_row(
-    format: str | Format | None, template: str | None, chat: bool, unread: "Counter[tuple[str, str]]"
+    format: FormatName | Format | None, template: str | None, chat: bool, unread: "Counter[tuple[str, str]]"
 ) -> Callable[[Any, str, bool], list[Task]]:
     """Make the function from a row to its tasks; see `rows`.
 
@@ -93,7 +103,7 @@ def tasks_of_row(
     Raises:
         DataError: there is no format of this name.
     """
-    function = format_of(format) if isinstance(format, str) else format
+    function = format_of(format) if isinstance(format, str | Mapping) else format
 
     def made(row: Any, place: str, filled: bool) -> list[Task]:
         if not isinstance(row, Mapping):
@@ -103,7 +113,9 @@ def tasks_of_row(
         try:
             found = function(row)
         except DataError as error:
-            raise DataError(f"tasks: {place}: {error}") from error
+            suggestion = suggested_format(row)
+            other = f"; read such rows with format='{suggestion}'" if suggestion not in ("", format) else ""
+            raise DataError(f"tasks: {place}: {error}{other}") from error
         except Exception as error:
             fault = shown(f"{type(error).__name__}: {error}")
             raise DataError(f"tasks: {place}: the format {name_of(function)} raised {fault}") from error
@@ -158,7 +170,7 @@ def _canonical(row: Task, place: str, filled: bool) -> dict[str, Any]:
         with suppress(DataError):  # of a column that is something else; `supervised` refuses it
             found["tools"] = tools = canonical_tools(given, "", filled=filled)
     for key in _CHATS:
-        messages: Any = decoded_messages(row.get(key)) if key == "messages" else row.get(key)
+        messages: Any = row.get(key) if key == "response" else decoded_messages(row.get(key))
         if are_messages(messages):
             of_arrow = filled and not isinstance(row[key], str)
             found[key] = canonical_messages(messages, f"{place}: '{key}'", tools=tools, filled=of_arrow)
@@ -176,10 +188,16 @@ def _prompt(row: Mapping[str, Any], place: str) -> Any:
     key = key or next((key for key in PROMPT_KEYS if key in row), None)
     if key is None:
         raise DataError(
-            f"{place} has none of {', '.join(PROMPT_KEYS)}; it has {fields(row)}. Rename the field of the "
-            "prompt, or make the prompt with template='... {field} ...'"
+            f"{place} has none of {', '.join(PROMPT_KEYS)}; it has {fields(row)}. "
+            + remedy_for(
+                row,
+                "Rename the field of the prompt by format='prompt=...', or make the prompt with "
+                "template='... {field} ...'",
+            )
         )
     prompt = row[key]
+    if key == "prompt":
+        prompt = decoded_messages(whole_prompt(row, place) or prompt)
     if key == "messages" and is_chat(prompt):
         prompt = before_answers(canonical_messages(prompt, f"{place}: '{key}'")) or prompt
     check_prompt(prompt, f"{place}: '{key}'")

@@ -4,38 +4,31 @@ All goes through the tokenizer's own chat template, as text. The assistant's par
 generation prompt and ends with the token that ends the turn.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any, cast
 
-from nrl.data.checks import check_prompt, shown
+from nrl.data.checks import check_prompt
 from nrl.data.completeness import check_complete
 from nrl.data.control_tokens import ChatText, find_breaks, find_spelled
 from nrl.data.encoding import encode, encode_prompt
-from nrl.data.marking import unmark
-from nrl.data.messages import REASONING, canonical_messages, canonical_prompt, is_chat
+from nrl.data.messages import canonical_messages, canonical_prompt, is_chat
 from nrl.data.templates import (
-    TODAY,
-    mark_chat,
     render_chat,
-    render_marked,
-    run_template,
     template_of,
     templated,
 )
 from nrl.data.turn_ends import TurnEnds, turn_ends
+from nrl.data.turn_spans import LONGEST_OPENING, Turns, find_turns, unopened
 from nrl.data.turn_tokens import turn_tokens
-from nrl.envs.replies import CHANNEL_HEADER, REASONING_MARKS, opening_mark
+from nrl.envs.replies import CHANNEL_HEADER, opening_mark
 from nrl.envs.types import Message, Prompt
 from nrl.errors import DataError, ModelError
 
 __all__ = ["answered", "render"]
 
 type _Tools = Sequence[Mapping[str, Any]] | None
-
-_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def render(
@@ -132,7 +125,7 @@ def answered(
         return _apart(*as_message, tokenizer)
     before = render(prompt, tokenizer, tools=tools)
     if chat:
-        answer = _unopened(answer, opening_mark(tokenizer.decode(before[-_LONGEST:])))
+        answer = unopened(answer, opening_mark(tokenizer.decode(before[-LONGEST_OPENING:])))
     after = encode(_cut_at_turn_tokens(answer, tokenizer, tools), tokenizer, continues=True)
     own = encode(ends.of({"content": answer}), tokenizer) or _end_of_sequence(tokenizer)
     if not any(
@@ -142,11 +135,7 @@ def answered(
     return before + after, [False] * len(before) + [True] * len(after)
 
 
-type _Turns = tuple[ChatText, list[tuple[int, int]]]
-"""The text of a conversation, and where in it each turn of the assistant begins and ends."""
-
-
-def _as_message(prompt: Prompt, answer: str, ends: TurnEnds, tokenizer: Any, tools: _Tools) -> _Turns | None:
+def _as_message(prompt: Prompt, answer: str, ends: TurnEnds, tokenizer: Any, tools: _Tools) -> Turns | None:
     """A text as the content of a message; None: the template does not take it, or does not write all of it."""
     end = next((end for end in (ends.answer, ends.call) if end and answer.endswith(end)), "")
     content = answer.removesuffix(end)
@@ -155,19 +144,9 @@ def _as_message(prompt: Prompt, answer: str, ends: TurnEnds, tokenizer: Any, too
     except (DataError, ModelError):
         return None
     start, stop = spans[0][0], spans[-1][1]
-    own = opening_mark(chat.text[max(start - _LONGEST, 0) : start]) + chat.text[start:stop]
+    own = opening_mark(chat.text[max(start - LONGEST_OPENING, 0) : start]) + chat.text[start:stop]
     whole = "".join(content.split()) in "".join(own.split())
     return (chat, spans) if whole and own.endswith(end) else None
-
-
-_LONGEST = 64  # characters of what opens the reasoning, and of the white space behind it
-
-
-def _unopened(answer: str, opened: str) -> str:
-    """Return an answer without the mark that opens its reasoning, where the generation prompt has it already."""
-    if not opened or not answer.lstrip().startswith(opened.rstrip()):
-        return answer
-    return answer.removeprefix(opened) if answer.startswith(opened) else answer.lstrip().removeprefix(opened.rstrip())
 
 
 def _cut_at_turn_tokens(answer: str, tokenizer: Any, tools: _Tools) -> ChatText:
@@ -189,13 +168,14 @@ def _cut_at_turn_tokens(answer: str, tokenizer: Any, tools: _Tools) -> ChatText:
     return ChatText(answer, tuple(at for at in find_breaks(body, tokenizer, 0, tokens) if at not in own))
 
 
-def _conversation(prompt: Prompt, answer: Sequence[Message], tokenizer: Any, tools: _Tools) -> _Turns:
+def _conversation(prompt: Prompt, answer: Sequence[Message], tokenizer: Any, tools: _Tools) -> Turns:
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}] if prompt else []
     if len(prompt) and not isinstance(prompt[0], Mapping):
         raise DataError("the prompt is token ids and the answer messages; give the prompt as a text or messages")
-    messages = canonical_messages([*cast(Sequence[Message], prompt), *answer], "the conversation")
-    own = [index for index in range(len(prompt), len(messages)) if messages[index]["role"] == "assistant"]
+    asked = canonical_messages(prompt, "the prompt") if prompt else []
+    messages = [*asked, *canonical_messages(answer, "the answer")]
+    own = [index for index in range(len(asked), len(messages)) if messages[index]["role"] == "assistant"]
     turns = [index for index in own if "weight" not in messages[index]]
     if not turns:
         found = "no message of the assistant" if not own else "only messages of the assistant with 'weight': 0"
@@ -213,7 +193,7 @@ def _conversation(prompt: Prompt, answer: Sequence[Message], tokenizer: Any, too
             else message
             for message in messages
         ]
-    chat, spans = (_marked if _MARKER.search(template) else _derived)(messages, turns, tokenizer, tools)
+    chat, spans = find_turns(messages, turns, tokenizer, tools)
     check_complete(chat.text, messages, turns, tools or (), template)
     return chat, spans
 
@@ -226,159 +206,20 @@ def _opens(tokenizer: Any, tools: _Tools) -> bool:
         return False
 
 
-def _derived(messages: Sequence[Mapping[str, Any]], turns: Sequence[int], tokenizer: Any, tools: _Tools) -> _Turns:
-    """Find the turns by rendering the conversation up to each of them."""
-    marked = mark_chat(messages, tokenizer, tools)  # once, since each turn renders the conversation up to it
-    chat = render_marked(marked, tokenizer)
-    ends = turn_ends(tokenizer, tools)
-    if not ends.answer:
-        raise ModelError(
-            "the chat template ends the assistant's messages with no token, so nothing would teach the model to stop; "
-            "put {{ eos_token }} behind their content in tokenizer.chat_template"
-        )
-    spans = []
-    for turn in turns:
-        prompt = render_marked(marked, tokenizer, turn, asking=True)
-        is_last = turn + 1 == len(messages)
-        if is_last and not chat.text.startswith(prompt.text):
-            chat = _closing_reasoning(prompt, chat, messages[turn], tokenizer, tools)
-        until = chat if is_last else render_marked(marked, tokenizer, turn + 1)
-        asked, so_far = prompt.text, until.text
-        if not so_far.startswith(asked):
-            raise DataError(
-                f"the chat template asks for the assistant's message {turn} with {_after(asked, so_far)} and then "
-                f"writes {_after(so_far, asked)}; {_ADVICE}"
-            )
-        end = len(asked) + ends.find(until.part(len(asked)).masked(), tokenizer) if ends.written else len(so_far)
-        if end < len(asked):
-            found = shown(repr(so_far[len(asked) :][-50:]))
-            raise DataError(
-                f"the chat template ends the assistant's message {turn} with {found}, without {ends.answer!r}"
-            )
-        if chat.text[:end] != so_far[:end]:
-            raise DataError(
-                f"the chat template writes {_after(so_far, chat.text)} for the assistant's message {turn} while it is "
-                f"the last, and {_after(chat.text, so_far)} once others follow, as templates do that drop the thinking "
-                f"of earlier turns; {_ADVICE}"
-            )
-        if not ends.written:
-            if is_last:
-                chat = chat._replace(text=chat.text + ends.of(messages[turn]))
-            # A model does not sample the beginning of a message of the system
-            end += next((len(own) for own in (ends.answer, ends.call) if chat.text.startswith(own, end)), 0)
-        spans.append((len(asked), end))
-    return chat, spans
-
-
-def _closing_reasoning(
-    prompt: ChatText, chat: ChatText, message: Mapping[str, Any], tokenizer: Any, tools: _Tools
-) -> ChatText:
-    """Return a conversation whose last turn continues the reasoning that its prompt opens, and closes it.
-
-    Some templates, such as DeepSeek's, open reasoning in the generation prompt, and then write the answer of a message
-    alone. The model has to write the message's reasoning, the mark that closes it, and the answer.
-
-    Args:
-        prompt: the conversation up to the generation prompt.
-        chat: all of it, as the template writes it.
-        message: the last one.
-        tokenizer: as for `render`.
-        tools: as for `render`.
-    """
-    opened = opening_mark(prompt.text)
-    opening, start = opened.rstrip(), len(prompt.text) - len(opened)
-    closing = REASONING_MARKS.get(opening)
-    if closing is None or not chat.text.startswith(prompt.text[:start]):
-        return chat
-    own = chat.part(start)
-    if own.text.startswith(opening):  # with other white space behind it
-        return prompt.followed_by(own.part(len(opening)))
-    space = opened[len(opening) :]
-    close = f"{space}{closing}{space * 2}"
-    indent = len(own.text) - len(own.text.lstrip())
-    if own.text.startswith(closing, indent):
-        close, own = own.text[: indent + len(closing)], own.part(indent + len(closing))
-    content = message["content"]
-    if (at := content.rfind(closing)) >= 0:
-        at += len(closing)
-        answer = content[at:]
-        if not own.text.startswith(answer):  # the template strips it
-            at += len(answer) - len(answer.lstrip())
-        thought = _unopened(content[:at], opened)
-    else:
-        reasoning = next((message[name] for name in REASONING if message.get(name)), "")
-        thought = reasoning.strip() + close
-    breaks = find_breaks(thought, tokenizer, 0, turn_tokens(tokenizer, tools))
-    return prompt.followed_by(ChatText(thought, breaks)).followed_by(own)
-
-
-_ADVICE = (
-    "one row cannot teach what the model is to write. Make a row of each turn (data.turns), or set "
-    "tokenizer.chat_template to one that leaves what it wrote"
-)
-
-
-def _after(text: str, other: str) -> str:
-    """The part of a text at which it first differs from another, for a message."""
-    same = next((at for at, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
-    return repr(text[same : same + 30])
-
-
-def _marked(messages: Sequence[Mapping[str, Any]], turns: Sequence[int], tokenizer: Any, tools: _Tools) -> _Turns:
-    """Find the turns by the template's own ``{% generation %}`` marks."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    marked = mark_chat(messages, tokenizer, tools)
-    marked_tools: Any = marked.tools
-
-    def run(chat: list[dict[str, Any]]) -> tuple[list[str], list[list[tuple[int, int]]]]:
-        return cast(
-            tuple[list[str], list[list[tuple[int, int]]]],
-            render_jinja_template(
-                [chat],
-                tools=marked_tools,
-                chat_template=template_of(tokenizer, tools),
-                return_assistant_tokens_mask=True,
-                **tokenizer.special_tokens_map,
-                **TODAY,
-            ),
-        )
-
-    if (plain := marked.plain) is not None:
-        run_template(lambda: run(plain), messages)
-    (text,), (found,) = run_template(lambda: run(marked.messages), messages)
-    chat, moved = unmark(text, marked, tokenizer)
-    ends = turn_ends(tokenizer, tools)
-    before = len(render_marked(marked, tokenizer, turns[0], asking=True).text)
-    untrained = []
-    for turn in range(turns[0], len(messages)):
-        if "weight" in messages[turn]:
-            asked = render_marked(marked, tokenizer, turn, asking=True).text
-            untrained.append((len(asked), len(render_marked(marked, tokenizer, turn + 1).text)))
-    spans = []
-    for start, end in ((moved(start), moved(end)) for start, end in found):
-        if any(low <= start < high for low, high in untrained):
-            continue
-        close = (
-            ends.find(chat.part(start, end).masked(), tokenizer) if ends.written else -1
-        )  # behind it is the template's text
-        if start >= before and start < end:
-            spans.append((start, end if close < 0 else start + close))
-    if not spans:
-        raise DataError("the chat template marks nothing of the conversation with {% generation %} to be trained on")
-    return chat, spans
-
-
 def _apart(chat: ChatText, spans: Sequence[tuple[int, int]], tokenizer: Any) -> tuple[list[int], list[bool]]:
     """Encode the text up to the last span, so that no token reaches across the edge of a span; and the mask."""
     edges = [0, *(edge for span in spans for edge in span)]
-    pieces = [encode(chat.part(start, end), tokenizer) for start, end in pairwise(edges)]
+    pieces = [encode(chat.part(start, end), tokenizer, continues=start > 0) for start, end in pairwise(edges)]
     whole = encode(chat.part(0, edges[-1]), tokenizer)
     if [token for piece in pieces for token in piece] != whole:
         # Either a token reaches across an edge (then it is cut, as sampling cuts it), or the tokenizer encodes the
         # beginning of a text differently (then the pieces are taken out of the whole).
-        heads = [encode(chat.part(0, edge), tokenizer) for edge in edges]
-        if all(whole[: len(head)] == head for head in heads):
+        heads = list[list[int]]()
+        for edge in edges:
+            heads.append(encode(chat.part(0, edge), tokenizer))
+            if whole[: len(heads[-1])] != heads[-1]:
+                break
+        else:
             pieces = [whole[len(head) : len(longer)] for head, longer in pairwise(heads)]
     mask = [position % 2 == 1 for position, piece in enumerate(pieces) for _ in piece]
     return [token for piece in pieces for token in piece], mask

@@ -7,10 +7,12 @@ reads, so that they can be said once a source.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from nrl.data.checks import shown
 from nrl.data.messages import (
+    REASONING,
     are_messages,
     before_answers,
     canonical_messages,
@@ -21,7 +23,17 @@ from nrl.data.messages import (
 )
 from nrl.errors import DataError
 
-__all__ = ["PROMPT_KEYS", "check_fields_agree", "row_system", "row_tools", "unread_prompts", "with_system"]
+__all__ = [
+    "PROMPT_KEYS",
+    "check_fields_agree",
+    "check_reasoning_read",
+    "is_exchange",
+    "row_system",
+    "row_tools",
+    "unread_prompts",
+    "whole_prompt",
+    "with_system",
+]
 
 PROMPT_KEYS = ("prompt", "messages", "question", "problem")
 """The fields that may hold a row's prompt; the first that the row has is taken."""
@@ -39,7 +51,7 @@ def check_fields_agree(row: Mapping[str, Any], place: str, *, response: str = "r
 
     Raises:
         DataError: ``messages`` have an answer, and do not begin with ``prompt``, or end with another answer than the
-            row's own.
+            row's own; or a ``history`` of the conversation stands beside them.
 
     >>> messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     >>> check_fields_agree({"messages": messages, "prompt": "1+1="}, "row 0")
@@ -48,6 +60,12 @@ def check_fields_agree(row: Mapping[str, Any], place: str, *, response: str = "r
     nrl.errors.DataError: row 0 has 'response', '3', and 'messages' that end with another answer, '2'; only 'response' \
 would be read. Leave one of them out: format=lambda row: {key: row[key] for key in row if key != 'messages'}
     """
+    history = row.get("history")
+    if isinstance(history, list | tuple) and history and (are_messages(history) or all(map(is_exchange, history))):
+        raise DataError(
+            f"{place} has 'history', {shown(repr(history))}, which nothing reads. Read it with format='alpaca' or "
+            "format='prompt=prompt,history=history,response=response', or give the whole conversation as 'messages'"
+        )
     messages = _messages_of(row, place)
     tail = messages[len(before_answers(messages)) :]
     if not tail:
@@ -60,8 +78,21 @@ would be read. Leave one of them out: format=lambda row: {key: row[key] for key 
     _check_answers(row, tail, place, response)
 
 
+def is_exchange(value: Any) -> bool:
+    """Return whether a value is a pair of a question and its answer, both texts.
+
+    >>> is_exchange(["1+1=", "2"]), is_exchange("12")
+    (True, False)
+    """
+    return isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(text, str) for text in value)
+
+
+_BESIDE_PROMPTS = ("context", "passage", "input", "instruction")
+"""Fields that are a part of the prompt in many data sets, and that nothing reads without a format."""
+
+
 def unread_prompts(row: Mapping[str, Any], place: str) -> list[tuple[str, str]]:
-    """Return the fields of `PROMPT_KEYS` that say something else than the one that is read: that one, and each other.
+    """Return the fields of prompts that say something else than the one that is read: that one, and each other.
 
     >>> unread_prompts({"question": "1+1=", "prompt": "Add: 1+1="}, "row 0")
     []
@@ -71,6 +102,9 @@ def unread_prompts(row: Mapping[str, Any], place: str) -> list[tuple[str, str]]:
     messages = _messages_of(row, place)
     texts = {key: row[key] for key in PROMPT_KEYS[2:] if isinstance(row.get(key), str) and row[key].strip()}
     read = "prompt" if _has_prompt(row) else "messages" if messages else next(iter(texts), "")
+    if read:
+        beside = {key: row[key] for key in _BESIDE_PROMPTS if isinstance(row.get(key), str) and row[key].strip()}
+        texts |= beside
     found = [(read, key) for key in texts if not _holds(messages if read == "messages" else row[read], texts[key])]
     if read == "prompt" and messages and not _begins(messages, row["prompt"], place):
         found.append((read, "messages"))
@@ -87,9 +121,77 @@ def _has_prompt(row: Mapping[str, Any]) -> bool:
     return isinstance(prompt, str | list | tuple) and len(prompt) > 0
 
 
-def _begins(messages: Sequence[Mapping[str, Any]], prompt: Any, place: str) -> bool:
+def whole_prompt(row: Mapping[str, Any], place: str, *, answered: bool = False) -> list[dict[str, Any]]:
+    """Return the messages that a row's prompt is a part of: some data sets give its first text alone.
+
+    Args:
+        row: one that `check_fields_agree` takes.
+        place: how errors name it.
+        answered: whether the prompt is that of the last answer, not of the first.
+
+    Returns:
+        Messages; none where the prompt is all that comes before the answer, or the row has no whole ``messages``.
+
+    >>> whole = [{"role": role, "content": role} for role in ("system", "user", "assistant")]
+    >>> [message["role"] for message in whole_prompt({"prompt": "system", "messages": whole}, "row 0")]
+    ['system', 'user']
+    """
+    messages = _messages_of(row, place)
+    asked = before_answers(messages)
+    if len(asked) == len(messages) or not _has_prompt(row):
+        return []
+    asked = asked if answered else _before_first_answer(asked)
+    prompt = row["prompt"]
     if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
+        users = [turn for turn in _turns(asked) if turn[0] != "system"]
+        return [] if users == _turns([{"role": "user", "content": prompt}]) else asked
+    if not is_chat(prompt) or len(_without_system(prompt)) >= len(_without_system(asked)):
+        return []
+    given = canonical_messages(prompt, f"{place}: 'prompt'")
+    system = given[0]["content"] if given[0]["role"] in _OF_SYSTEM else None
+    return [*with_system(asked, system, place)]
+
+
+def check_reasoning_read(row: Mapping[str, Any], place: str, response: str) -> None:
+    """Check that a row has no reasoning beside a response that is a text, which nothing would read.
+
+    Args:
+        row: as the data has it.
+        place: how errors name it.
+        response: the field that holds the response.
+
+    Raises:
+        DataError: a field of `REASONING` has a text of several words that is not in the response. One word, such as
+            ``"on"``, is a setting.
+
+    >>> check_reasoning_read({"reasoning": "on", "response": "2"}, "row 0", "response")
+    """
+    answer = row.get(response)
+    for name in REASONING:
+        value = row.get(name)
+        if isinstance(value, str) and len(value.split()) > 1 and isinstance(answer, str) and not _holds(answer, value):
+            prompt = next((key for key in ("question", "problem") if key in row), "prompt")
+            raise DataError(
+                f"{place} has '{name}', {shown(repr(value))}, beside '{response}', which alone would be read. Read "
+                f"both with format='prompt={prompt},reasoning={name},response={response}', or leave it out: "
+                f"format=lambda row: {{key: row[key] for key in row if key != '{name}'}}"
+            )
+
+
+def _before_first_answer(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return list(takewhile(lambda message: message["role"] != "assistant", messages))
+
+
+_OF_SYSTEM = ("system", "developer")
+
+
+def _without_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [message for message in messages if str(message.get("role")).lower() not in _OF_SYSTEM]
+
+
+def _begins(messages: Sequence[dict[str, Any]], prompt: Any, place: str) -> bool:
+    if isinstance(prompt, str):
+        return _holds(_before_first_answer(messages), prompt)
     if not is_chat(prompt):
         return False  # token ids
     first, second = _turns(canonical_messages(prompt, f"{place}: 'prompt'")), _turns(messages)
@@ -147,15 +249,25 @@ def _check_answers(row: Mapping[str, Any], tail: Sequence[Mapping[str, Any]], pl
 
 
 def row_system(row: Mapping[str, Any], place: str) -> Any:
-    """Return the system prompt of a row, which some datasets have as ``system_prompt``.
+    """Return the system prompt of a row, which some datasets have as ``system_prompt`` or ``system_message``.
 
     Raises:
-        DataError: it has both, and they differ.
+        DataError: it has several, and they differ; or one is a list of something else than texts.
 
     >>> row_system({"system_prompt": "Be brief.", "question": "1+1="}, "row 0")
     'Be brief.'
     """
-    return _one_of(row, ("system", "system_prompt"), place, lambda value: value)
+    names = ("system", "system_prompt", "system_message")
+    texts = {name: _system_text(row[name], f"{place}: '{name}'") for name in names if row.get(name) is not None}
+    return _one_of({**row, **texts}, names, place, lambda value: value)
+
+
+def _system_text(system: Any, where: str) -> Any:
+    """Return a system prompt of parts, as Anthropic's clients write one, as a text."""
+    if not isinstance(system, list | tuple) or not system:
+        return system
+    messages = [{"role": "system", "content": [part]} for part in system]
+    return "\n\n".join(message["content"] for message in canonical_messages(messages, where))
 
 
 def row_tools(row: Mapping[str, Any], place: str) -> Any:
@@ -170,16 +282,17 @@ def row_tools(row: Mapping[str, Any], place: str) -> Any:
     return _one_of(row, ("tools", "functions"), place, lambda tools: canonical_tools(tools, place))
 
 
-def _one_of(row: Mapping[str, Any], keys: tuple[str, str], place: str, canonical: Any) -> Any:
-    first, second = (None if isinstance(row.get(key), str) and not row[key].strip() else row.get(key) for key in keys)
-    if not second or not isinstance(second, str | list | tuple):
-        return row.get(keys[0])
-    if first and canonical(first) != canonical(second):
-        raise DataError(
-            f"{place} has '{keys[0]}', {shown(repr(first))}, and '{keys[1]}', {shown(repr(second))}, which differ; "
-            f"only one of them would be read. {_LEAVE_OUT.format(keys[1])}"
-        )
-    return first or second
+def _one_of(row: Mapping[str, Any], keys: Sequence[str], place: str, canonical: Any) -> Any:
+    """Return the value of the first of some fields that has one, and refuse others that differ."""
+    values = {key: row[key] for key in keys if isinstance(row.get(key), str | list | tuple) and len(row[key])}
+    values = {key: value for key, value in values.items() if not isinstance(value, str) or value.strip()}
+    for key in [*values][1:]:
+        if canonical(values[key]) != canonical(values[first := next(iter(values))]):
+            raise DataError(
+                f"{place} has '{first}', {shown(repr(values[first]))}, and '{key}', {shown(repr(values[key]))}, which "
+                f"differ; only one of them would be read. {_LEAVE_OUT.format(key)}"
+            )
+    return next(iter(values.values()), row.get(keys[0]))
 
 
 def with_system(messages: Sequence[Mapping[str, Any]], system: Any, where: str) -> Any:
@@ -198,7 +311,7 @@ def with_system(messages: Sequence[Mapping[str, Any]], system: Any, where: str) 
     """
     if not isinstance(system, str) or not system.strip():
         return messages
-    if not messages or messages[0]["role"] not in ("system", "developer"):
+    if not messages or messages[0]["role"] not in _OF_SYSTEM:
         return [{"role": "system", "content": system}, *messages]
     if messages[0]["content"] != system:
         raise DataError(

@@ -16,10 +16,11 @@ from nrl.data.checks import Tokenizer, exists, shown
 from nrl.data.completeness import losses
 from nrl.data.cursors import Source, counting, derived
 from nrl.data.fingerprints import Fingerprint, RowHash, check_same_rows, fingerprint_of
-from nrl.data.formats import Format
+from nrl.data.formats import Format, FormatName
 from nrl.data.prompts import print_unread, tasks_of_row
 from nrl.data.rendering import render
 from nrl.data.sources import is_glob, read
+from nrl.data.templates import FIELD, template_arguments
 from nrl.envs.library import arithmetic, reversal
 from nrl.envs.references import TaskCheck, faults_of, report
 from nrl.envs.seeds import check_not_negative
@@ -71,7 +72,7 @@ def tasks(
     source: str | Path | Sequence[Task | str | Path] | Callable[[int, int], Task],
     *,
     seed: int = 0,
-    format: str | Format | None = None,
+    format: FormatName | Format | None = None,
     template: str | None = None,
     chat: bool = True,
     shuffle: bool = True,
@@ -175,28 +176,31 @@ def tasks(
     made = tasks_of_row(format, template, chat, unread)
     length = _length(tokenizer, collate, max_tokens)
     kept = array("q")  # of each task: its row, and its number among the tasks of the row
-    total = unused = long = beyond = 0
+    total = unused = long = beyond = unused_arguments = 0
     longest = (0, "")  # tokens of a row that has more than there are positions, and where it stands
     row_hash = RowHash()
     last = time.monotonic()
-    with losses() as lost:
-        for index, row in enumerate(table.rows):
-            if time.monotonic() - last > _QUIET:
-                last = time.monotonic()
-                print(f"data: {index} of {len(table.rows)} rows of {table.name} have been read", flush=True)  # noqa: T201
-            found = made(row, table.place(index), table.filled(index))
-            row_hash.add(row)
-            unused += not found
-            for number, task in enumerate(found):
-                total += 1
+    lost = Counter[str]()
+    for index, row in enumerate(table.rows):
+        if time.monotonic() - last > _QUIET:
+            last = time.monotonic()
+            print(f"data: {index} of {len(table.rows)} rows of {table.name} have been read", flush=True)  # noqa: T201
+        found = made(row, table.place(index), table.filled(index))
+        row_hash.add(row)
+        unused += not found
+        for number, task in enumerate(found):
+            total += 1
+            unused_arguments += collate is None and bool(template_arguments(task, table.place(index)))
+            with losses() as lost_of_task:  # which are counted once for both sides of a pair
                 tokens = 0 if max_tokens is None else length(task, table.place(index))
-                if max_tokens is not None and tokens > max_tokens:
-                    long += 1
-                    continue
-                kept.extend((index, number))
-                if positions is not None and tokens > positions:
-                    beyond += 1
-                    longest = max(longest, (tokens, table.place(index)))
+            lost.update(dict.fromkeys(lost_of_task, 1))
+            if max_tokens is not None and tokens > max_tokens:
+                long += 1
+                continue
+            kept.extend((index, number))
+            if positions is not None and tokens > positions:
+                beyond += 1
+                longest = max(longest, (tokens, table.place(index)))
     if beyond:
         raise DataError(
             f"tasks: {beyond} of {total} rows have more tokens than the {positions} positions of the model "
@@ -205,6 +209,9 @@ def tasks(
             "more positions"
         )
     print_unread(unread, table.name, total)
+    if unused_arguments:
+        where = f"{unused_arguments} of {total} rows of {table.name} have '{FIELD}'"
+        print(f"data: {where}, which prompts of rollouts do not read; set them in tokenizer.chat_template", flush=True)  # noqa: T201
     for field, count in lost.items():
         print(f"data: the chat template leaves out the {field} in {count} of {total} rows of {table.name}", flush=True)  # noqa: T201
     if long:

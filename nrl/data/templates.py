@@ -2,18 +2,40 @@
 
 Templates that write today's date, such as Llama 3.2's, always get 26 July 2024, the date in Llama 3.1's own template.
 So a run that goes on tomorrow has the same prompts.
+
+A row may have arguments for its template, such as ``{"enable_thinking": false}``. Transformers and TRL pass a row's
+``chat_template_kwargs`` to the template. Here they are set in front of its text, so that all that is derived of a
+template, such as what ends its turns, is derived of this one.
 """
 
+import copy
+import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
+from weakref import WeakKeyDictionary
 
+from nrl.data.checks import kind, shown
+from nrl.data.completeness import count_loss
 from nrl.data.control_tokens import ChatText
 from nrl.data.forms import as_taken, selected_template
 from nrl.data.marking import Marked, mark_texts, unmark
+from nrl.data.messages import decode_json
 from nrl.errors import DataError, ModelError
 
-__all__ = ["TODAY", "mark_chat", "render_chat", "render_marked", "run_template", "template_of", "templated"]
+__all__ = [
+    "FIELD",
+    "TODAY",
+    "mark_chat",
+    "render_chat",
+    "render_marked",
+    "run_template",
+    "template_arguments",
+    "template_of",
+    "templated",
+    "with_arguments",
+]
 
 TODAY: Mapping[str, Any] = {"strftime_now": datetime(2024, 7, 26).strftime}
 """An argument of every template. It shadows the clock that transformers provides under this name."""
@@ -115,3 +137,98 @@ def run_template[T](call: Callable[[], T], messages: Sequence[Mapping[str, Any]]
     except (TemplateError, TypeError) as error:
         roles = ", ".join(message["role"] for message in messages)
         raise DataError(f"render: the chat template refuses the messages of the roles {roles}: {error}") from error
+
+
+FIELD = "chat_template_kwargs"
+"""The field of a row that holds them."""
+
+_RESERVED = {
+    "messages": "give them as 'messages'",
+    "conversation": "give it as 'messages'",
+    "tools": "give them as 'tools'",
+    **dict.fromkeys(
+        ("add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation", "max_length"),
+        "leave it out: nrl sets it",
+    ),
+    **dict.fromkeys(
+        ("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+        "leave it out: nrl sets it",
+    ),
+    "chat_template": "set tokenizer.chat_template",
+}
+"""Arguments that say something else than a value for the template, and what to do with them."""
+
+_KEPT = 64  # copies of a tokenizer
+_COPIES: "WeakKeyDictionary[Any, dict[str, Any]]" = WeakKeyDictionary()
+
+
+def template_arguments(row: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Return the arguments that a row has for its chat template; nulls, which Arrow fills in, are none.
+
+    Args:
+        row: any.
+        place: how errors name it.
+
+    Raises:
+        DataError: they are no object, or one of them is no value for the template.
+
+    >>> template_arguments({"chat_template_kwargs": '{"enable_thinking": false}'}, "row 0")
+    {'enable_thinking': False}
+    """
+    arguments = row.get(FIELD)
+    if isinstance(arguments, str) and arguments.strip():
+        arguments = decode_json(arguments, f"{place}: '{FIELD}'")
+    if not arguments:
+        return {}
+    if not isinstance(arguments, Mapping):
+        raise DataError(
+            f"{place}: '{FIELD}' is {kind(arguments)}; give an object, such as {{'enable_thinking': false}}"
+        )
+    arguments = {str(name): value for name, value in arguments.items() if value is not None}
+    for name, value in arguments.items():
+        if name in _RESERVED and value:
+            raise DataError(f"{place}: '{FIELD}' has '{name}', {shown(repr(value))}; {_RESERVED[name]}")
+        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            raise DataError(f"{place}: '{FIELD}' has {shown(repr(name))}, which is no name of a variable; rename it")
+    return {name: value for name, value in arguments.items() if name not in _RESERVED}
+
+
+def with_arguments(tokenizer: Any, arguments: Mapping[str, Any]) -> Any:
+    """Return a tokenizer whose chat template has arguments set; the same one if there are none.
+
+    An argument that the template does not name is counted as a loss; see `nrl.data.completeness.losses`.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        arguments: of `template_arguments`.
+
+    >>> from nrl import tiny
+    >>> with_arguments(tiny.bpe(["user"]), {"enable_thinking": False}).chat_template[:32]
+    '{%- set enable_thinking = false '
+    """
+    template = getattr(tokenizer, "chat_template", None)
+    if not arguments or template is None:
+        return tokenizer
+    templates = template if isinstance(template, Mapping) else {"": template}
+    for name, value in arguments.items():
+        if value and not any(re.search(rf"\b{name}\b", text) for text in templates.values()):
+            count_loss(f"'{name}' of '{FIELD}'")
+    front = "".join(f"{{%- set {name} = {_literal(value)} %}}" for name, value in sorted(arguments.items()))
+    copies = _COPIES.setdefault(tokenizer, {})
+    key = front + str(template)
+    if key not in copies:
+        if len(copies) >= _KEPT:
+            copies.clear()
+        copies[key] = copy.copy(tokenizer)
+        made = {name: front + text for name, text in templates.items()}
+        copies[key].chat_template = made if isinstance(template, Mapping) else made[""]
+    return copies[key]
+
+
+def _literal(value: Any) -> str:
+    """Return a value as Jinja writes it, which is JSON but for null."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_literal(str(key))}: {_literal(part)}" for key, part in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_literal, value)) + "]"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False, default=str)

@@ -6,12 +6,18 @@ r"""The final number of a text: where it stands, and how it is written.
    ``#### 6 * 7 = 42`` the part after the equals sign counts. A line with several numbers (``#### 42 or 43``,
    ``#### 42 (of 50)``) has none. Markdown headings (``#### Step 2``,
    ``#### 2. Add up``) are no such marker;
-2. the last ``\boxed{...}``, which has to be closed and to hold one number: words, units and ``x =`` may stand around
-   it, but no other number and no mathematics;
+2. the last ``\boxed{...}``, which has to be closed and to hold one number: ``x =`` may stand before it and a unit or a
+   noun behind it, but no other number and no mathematics. Several boxes of one answer (``\boxed{42} or \boxed{43}``)
+   have none;
 3. the last answer that is said to be one and is nothing but a number: ``Answer: 7``, ``<answer>7</answer>``,
    ``{"answer": 7}``, or a sentence ``The answer is 7.``, unless the text takes it back ("wait", "actually");
 4. the last thing in the text that looks like a number. A number that the text says it is not (``42 (not 43)``,
    ``42 rather than 43``) is left out.
+
+A number is no answer where the text gives it as a bound (``at least 16``), a guess (``maybe 16``), one of several
+(``42 or 43``), the name of a page or a step, or a question, or says that it is wrong. Where the text takes its answer
+back ("I made a mistake"), only what stands behind that counts. These rules are in
+`nrl.envs.library.mathematics.words.hedges`.
 
 **What a number is.** Digits with an optional sign (also the Unicode minus), decimals, thousands separators (``1,234``,
 ``1{,}234``, thin spaces), an exponent as in ``1.5e3``, simple fractions (``3/4``, ``\frac{3}{4}``, ``½``), mixed ones
@@ -24,13 +30,32 @@ Numbers are compared as fractions, exactly: ``1/3`` is not ``0.333``. No express
 in the text.
 """
 
+import collections
 import itertools
 import re
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
-__all__ = ["boxes", "expected_value", "final_number", "final_value", "marked_number", "only_number"]
+from nrl.envs.library.mathematics.words.hedges import (
+    is_candidate,
+    is_denied,
+    is_doubted,
+    is_noun_phrase,
+    is_question,
+    is_reference,
+    retraction_end,
+)
+
+__all__ = [
+    "boxes",
+    "expected_value",
+    "final_number",
+    "final_value",
+    "joined_boxes",
+    "marked_number",
+    "only_number",
+]
 
 
 def final_number(response: str) -> str | None:
@@ -65,7 +90,9 @@ def expected_value(answer: Any) -> Fraction | None:
     (Fraction(42, 1), Fraction(1, 2), None)
     """
     if isinstance(answer, int | Fraction):
-        return Fraction(answer)
+        value = Fraction(answer)
+        readable = max(value.numerator.bit_length(), value.denominator.bit_length()) < 7 * _LONGEST
+        return value if readable else None  # No response has such a number: a longer numeral is not read.
     text = str(answer)
     return next(itertools.chain(marked_number(text), _boxed(text), [only_number(text)]))
 
@@ -74,7 +101,9 @@ def expected_value(answer: Any) -> Fraction | None:
 
 _MARK = re.compile(r"(?<!#)####(?!#)([^\n#]*)")
 _HAS_NUMBER = re.compile("[0-9½¼¾⅓⅔]")
-_BOX = re.compile(r"\\f?box(?:ed)?\s*\{")
+_BOX = re.compile(
+    r"\\(?:f|frame)?box(?:ed)?\s*(?:\{|(?<=boxed)\s+(?P<bare>[-+]?[0-9][0-9.,/]*[0-9]|[0-9A-Za-z])(?![0-9A-Za-z{]))"
+)
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _HEADING = re.compile(r"[.)][ \t]+[*_]*[A-Za-z]")  # the rest of "#### 2. Add up"
 
@@ -118,6 +147,9 @@ def boxes(text: str) -> Iterator[tuple[int, int, str] | None]:
     [(17, 26, '2'), None, (0, 9, '1')]
     """
     for box in reversed(list(_BOX.finditer(text))):
+        if box["bare"]:
+            yield box.start(), box.end(), box["bare"]
+            continue
         depth, end = 1, -1
         for brace in _BRACE.finditer(text, box.end()):
             depth += {"{": 1, "}": -1}.get(brace[0], 0)
@@ -127,9 +159,59 @@ def boxes(text: str) -> Iterator[tuple[int, int, str] | None]:
         yield (box.start(), end + 1, text[box.end() : end]) if depth == 0 else None
 
 
+_JOINED = re.compile(r"(?:[\s$,;()]|\\[()\[\]]|\\text\{\s*(?:and|or)\s*\}|and\b|or\b)*")
+_ALTERNATIVE = re.compile(r"\b(?:or|if|case|otherwise|alternatively|vs|maybe|perhaps|possibly)\b|[|/]", re.IGNORECASE)
+_REPLACED = re.compile(
+    r"\b(?:no|not|wait|actually|instead|rather|so|thus|hence|therefore|total|finally)\b", re.IGNORECASE
+)
+_MOST_BOXES = 8
+_MOST_DENIED = 32  # numbers behind the last one that the text does not deny
+
+
+def joined_boxes(text: str) -> list[tuple[int, int, str] | None]:
+    r"""Return the last box of a text, and those before it that are a part of the same answer, in their order.
+
+    A comma, "and" or "or" joins boxes, and so do words of cases or of doubt. One None: the last box is not closed.
+
+    >>> [box[2] for box in joined_boxes(r"\boxed{1}. So \boxed{2} or \boxed{3}.")], joined_boxes("1")
+    (['2', '3'], [])
+    """
+    joined = list[tuple[int, int, str] | None]()
+    for box in itertools.islice(boxes(text), _MOST_BOXES):
+        if box is None:  # One that is cut off may be the beginning of a longer number.
+            return joined or [None]
+        if joined and (last := joined[0]) is not None:
+            between = text[box[1] : last[0]] if box[1] <= last[0] <= box[1] + 80 else None
+            alternative = between is not None and _ALTERNATIVE.search(between) and not _REPLACED.search(between)
+            if between is None or not (alternative or (len(between) < 40 and _JOINED.fullmatch(between))):
+                return joined
+        joined.insert(0, box)
+    return joined
+
+
 def _boxed(text: str) -> Iterator[Fraction | None]:
-    for box in itertools.islice(boxes(text), 1):  # one that is cut off may be the beginning of a longer number
-        yield None if box is None else only_number(box[2])
+    together = joined_boxes(text)
+    if not together or together[0] is None or together[-1] is None:
+        yield from [None] * bool(together)
+        return
+    start, end = together[0][0], together[-1][1]
+    if (behind := retraction_end(text, end)) >= 0:
+        yield final_value(text[behind:])
+    elif is_denied(text, start, end) or is_doubted(text, start, end) or is_question(text, end):
+        yield None
+    else:
+        values = {_formal_number(box[2]) for box in together if box is not None}
+        yield values.pop() if len(values) == 1 else None
+
+
+def _formal_number(text: str) -> Fraction | None:
+    """Return the number of a box, behind which at most a unit or a noun stands."""
+    part = _without_markup(text).rpartition("=")[2]
+    numeral = next(_numerals(part), None)
+    rest = "" if numeral is None else re.sub(r"[^\w\s'’.-]|_", " ", part[numeral.end("run") :]).strip(" .-")
+    scale = None if numeral is None else _SCALE.match(part, numeral.end("run"))
+    plain = not rest or scale or _UNIT.fullmatch(rest) or is_noun_phrase(rest)
+    return only_number(text) if plain else None
 
 
 _STATED = re.compile(
@@ -142,11 +224,9 @@ _STATED = re.compile(
 )
 _TAKEN_BACK = re.compile(r"\b(?:wait|actually|correction|mistake|instead|rather|recheck|sorry|oops)\b", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"[.!?;](?=\s|\Z)")
+_RELATIVE = re.compile(r", (?:which|since|because|as) ")
 _NAME = re.compile(r"[A-Za-z]\w{0,9} ?[=≈]?")
-_DENIED = re.compile(
-    r"(?:\b(?:not|rather than|instead of)|n['\u2019]t)(?: (?:equal to|equal|exactly|be))?[ $€£¥₹*_({]{0,8}\Z",
-    re.IGNORECASE,
-)
+_LIST_BEFORE = re.compile(r"(?:^|answers? (?:is|are)|[:=])[ $*_(]{0,8}(?:[-+]?[0-9./]+, ?){1,20}\$?\Z", re.IGNORECASE)
 
 
 def _stated(text: str) -> Iterator[Fraction | None]:
@@ -157,11 +237,14 @@ def _stated(text: str) -> Iterator[Fraction | None]:
     part = stated[stated.lastgroup or 0]
     if stated["rest"] is not None:
         part = _SENTENCE_END.split(part, maxsplit=1)[0]
-    if _TAKEN_BACK.search(text, stated.start(stated.lastgroup or 0) + len(part)):
+    behind = stated.start(stated.lastgroup or 0) + len(part)
+    if _TAKEN_BACK.search(text, behind) or retraction_end(text, behind) >= 0 or is_question(text, behind):
         return
+    if stated["rest"] is not None:
+        part = _RELATIVE.split(part, maxsplit=1)[0]
     plain = _without_markup(part)
     found = list(itertools.islice(_affirmed(plain), 2))
-    if len(found) != 1 or (value := _value(found[0])) is None:
+    if len(found) != 1 or (value := _value(found[0])) is None or _is_uncertain(plain, found[0]):
         return
     before = plain[: found[0].start("run")].strip(" \t*_:\"'({[$€£¥₹+-")
     if not before or _NAME.fullmatch(before):
@@ -170,18 +253,44 @@ def _stated(text: str) -> Iterator[Fraction | None]:
 
 def _affirmed(plain: str) -> Iterator[re.Match[str]]:
     """Everything that looks like a number, without those that the text says it is not."""
+    return (numeral for numeral in _numerals(plain) if not _is_denied(plain, numeral))
+
+
+def _is_denied(plain: str, numeral: re.Match[str]) -> bool:
+    return is_denied(plain, numeral.start(), numeral.end("run"))
+
+
+def _is_uncertain(plain: str, numeral: re.Match[str]) -> bool:
+    """Return whether a text gives a number as a bound, a guess, one of several, or the name of a page."""
+    start, end = numeral.start(), numeral.end("run")
+    line = plain[plain.rfind("\n", 0, start) + 1 : start]
     return (
-        numeral
-        for numeral in _numerals(plain)
-        if not _DENIED.search(plain[max(0, numeral.start("run") - 40) : numeral.start("run")].rstrip("+-"))
+        is_doubted(plain, start, end)
+        or is_reference(plain, start)
+        or is_candidate(plain, start)
+        or is_question(plain, end)
+        or _VARIABLE.match(plain, end) is not None
+        or bool(_LIST_BEFORE.search(line[-_LONGEST:]))
     )
 
 
 def _last(text: str) -> Iterator[Fraction | None]:
     # Markup of a text without digits, such as a megabyte of dollars, takes the longest
-    *_, last = [None, *_affirmed(_without_markup(text))] if _HAS_NUMBER.search(text) else [None]
-    if last is not None:
-        yield _value(last)
+    plain = _without_markup(text) if _HAS_NUMBER.search(text) else ""
+    numerals = collections.deque(_numerals(plain), maxlen=_MOST_DENIED + 1)
+    last = next((numeral for numeral in reversed(numerals) if not _is_denied(plain, numeral)), None)
+    if last is None:
+        return
+    if (behind := retraction_end(plain, last.end())) >= 0:
+        yield final_value(plain[behind:])
+    else:
+        yield None if _is_uncertain(plain, last) or _is_value_denied(plain, last) else _value(last)
+
+
+def _is_value_denied(plain: str, numeral: re.Match[str]) -> bool:
+    """Return whether a later number, which the text says is not the answer, is equal to one."""
+    value = _value(numeral)
+    return any(_value(later) == value for later in _numerals(plain[numeral.end("run") :]))
 
 
 def only_number(text: str) -> Fraction | None:
@@ -191,8 +300,11 @@ def only_number(text: str) -> Fraction | None:
     (Fraction(1, 2), None, None)
     """
     part = _without_markup(text).rpartition("=")[2]
-    found = list(itertools.islice(_numerals(part), 2))
-    return _value(found[0]) if len(found) == 1 and not set(part) & set("^√!\0") else None
+    numerals = list(itertools.islice(_numerals(part), 2))
+    if len(numerals) != 1 or set(part) & set("^√!\0") or _VARIABLE.match(part, numerals[0].end("run")):
+        return None
+    start, end = numerals[0].start(), numerals[0].end("run")
+    return None if is_denied(part, start, end) or is_doubted(part, start, end) else _value(numerals[0])
 
 
 # --- Numerals. Every pattern is linear: no two of its parts can share out the same characters in several ways.
@@ -235,6 +347,8 @@ _READABLE = re.compile(
 )
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _SCALE = re.compile(rf"[ {{}}-]{{0,4}}({'|'.join(_SCALES)})s?\b", re.IGNORECASE)
+_VARIABLE = re.compile(r"[xyznk](?![A-Za-z])")  # 3x is no number
+_UNIT = re.compile(r"[A-Za-z°µμ]{1,4}(?: ?[A-Za-z]{1,4})?")
 _LONGEST = 1000  # characters; to read a longer numeral would take time that is quadratic in its length
 
 

@@ -45,9 +45,10 @@ def judge(
     r"""A verifier whose reward is what a language model says about the answer, greedily, from 0 to 1.
 
     The judge sees the rubric, the question, the right answer if the task has an ``"answer"``, and the last answer of
-    the trace, without its reasoning, between marks that the answer cannot know. Of its reply the last line counts, or
-    JSON with a ``"score"``, also nested and in a fenced block: ``SCORE: 8 (good)``, ``8/10``, "I give it 8 out of 10.",
-    ``{"score": 8}``. A reply without a score, with one out of range or out of another best (``9/100``), or that
+    the trace, without its reasoning, between marks that the answer cannot know. Its reply ends with the score:
+    ``SCORE: 8 (good)``, ``Score (0-10): 8``, ``8/10``, "I give it 8 out of 10.", the row of a table, or JSON with a
+    ``"score"``, also nested, in a fenced block or as Python writes it. A reply without a score, with two different
+    ones, with one that it denies or only reports, that is out of range or out of another best (``9/100``), or that
     ``max_tokens`` cut off, says nothing about the policy: its status is ``"infra_error"``, and the row is not trained
     on. An empty answer gets 0 without a question.
 

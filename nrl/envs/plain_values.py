@@ -5,11 +5,12 @@ import numbers
 import operator
 import reprlib
 from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 from nrl.arguments import with_article
 
-__all__ = ["BYTES", "is_array", "named_kind", "real_number", "scalar_value", "shown_value"]
+__all__ = ["BYTES", "is_array", "named_kind", "plain_text", "real_number", "scalar_value", "shown_value"]
 
 BYTES = (bytes, bytearray, memoryview)
 
@@ -34,6 +35,15 @@ def real_number(value: Any) -> float | None:
         return math.copysign(math.inf, operator.gt(value, 0) - 0.5)
     except (TypeError, ValueError):  # a signalling NaN of Decimal
         return math.nan
+
+
+def plain_text(value: object) -> str:
+    """Return a value as Python writes it, however many digits an integer has."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(Decimal(value))
+    if isinstance(value, Fraction):
+        return "/".join(map(plain_text, value.as_integer_ratio() if value.denominator != 1 else [value.numerator]))
+    return str(value)
 
 
 def named_kind(value: Any) -> str:

@@ -46,7 +46,8 @@ They are read in capital letters, too.
 '[/THINK]'
 """
 
-_OPENINGS = "|".join(map(re.escape, REASONING_MARKS))
+_ATTRIBUTES = r"(?:\s[^<>\n]{0,100})?>"  # <think id=1>
+_OPENINGS = "|".join(re.sub(r"(?<=[a-z])>\Z", lambda _: _ATTRIBUTES, re.escape(mark)) for mark in REASONING_MARKS)
 _CLOSINGS = re.compile("|".join(map(re.escape, REASONING_MARKS.values())), re.IGNORECASE)
 _OPENING = re.compile(_OPENINGS, re.IGNORECASE)
 _OPENED_LAST = re.compile(rf"(?:{_OPENINGS})\s*\Z", re.IGNORECASE)
@@ -98,6 +99,8 @@ def split_reasoning(text: str, *, reasoning_open: bool = False) -> Reply:
     Reply(answer='It is 9.', reasoning='Perhaps 8.', reasoning_ended=True)
     >>> split_reasoning("<think>Perhaps 8. But wait")
     Reply(answer='', reasoning='Perhaps 8. But wait', reasoning_ended=False)
+    >>> split_reasoning("<think id=1>Perhaps 8.</think>It is 9.").answer
+    'It is 9.'
     >>> split_reasoning("Perhaps 8.", reasoning_open=True).reasoning_ended, split_reasoning("It is 9.").answer
     (False, 'It is 9.')
     """
@@ -147,7 +150,7 @@ def find_closing(text: str, start: int, opening: str = "") -> re.Match[str] | No
     >>> find_closing("I close with `</think>`.</think>It is </think>.", 0).start()
     24
     """
-    return find_mark(text, start, _CLOSING_OF[opening.lower()] if opening else _CLOSINGS)
+    return find_mark(text, start, _CLOSING_OF[re.sub(r"\s.*", ">", opening.lower())] if opening else _CLOSINGS)
 
 
 def opening_mark(prompt: str) -> str:

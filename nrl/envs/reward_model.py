@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import attrs
 import torch
 
-from nrl.arguments import checked
+from nrl.arguments import checked, with_article
 from nrl.backends import Model, Params, adamw, fsdp
 from nrl.backends.models.loading import load_config, load_tokenizer
 from nrl.backends.models.positions import count_positions
@@ -72,7 +72,7 @@ def reward_model(
         if not classifies or labels != 1:
             what = f"{labels} labels, and a reward is one" if classifies else "no reward head"
             raise ModelError(
-                f"reward_model: {model.source} is a {', '.join(kinds)}, which has {what}; give what "
+                f"reward_model: {model.source} is {with_article(', '.join(kinds))}, which has {what}; give what "
                 "examples/reward_model.py has exported, or another model for sequence classification with one label"
             )
     most = min(max_tokens, count_positions(config) or max_tokens)

@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from nrl.envs.final_numbers import expected_value, final_number, final_value
+from nrl.envs.plain_values import plain_text, shown_value
 from nrl.envs.types import Score, Task, Trace, Verifier
 from nrl.errors import EnvError
 
@@ -16,6 +17,7 @@ __all__ = [
     "VERIFIERS",
     "Extractor",
     "answer_of",
+    "describe_answer",
     "exact",
     "extractor",
     "extracts",
@@ -76,7 +78,7 @@ def exact(task: Task, trace: Trace) -> float:
     (1.0, 0.0)
     """
     answer = answer_of("exact", task)
-    return float(trace.reasoning_ended and trace.answer.strip() == str(answer).strip())
+    return float(trace.reasoning_ended and trace.answer.strip() == plain_text(answer).strip())
 
 
 @extracts(final_number)
@@ -138,9 +140,21 @@ def number_or_wrong(task: Task, trace: Trace) -> Score:
     return _score(trace, expected_value(answer_of("number_or_wrong", task)))
 
 
+def describe_answer(answer: Any) -> str:
+    """Return a task's answer as text for an error; of a long one its end, of an integer without a text its size.
+
+    >>> describe_answer("1 or 2"), describe_answer(10**5000)
+    ("'1 or 2'", 'a number of more than 4300 digits')
+    """
+    try:
+        text = str(answer)
+    except ValueError:
+        return "a number of more than 4300 digits"
+    return repr(text if len(text) < 200 else "..." + text[-200:])
+
+
 def _no_number(answer: Any) -> str:
-    text = str(answer)
-    return f"task['answer'] is {text if len(text) < 200 else '...' + text[-200:]!r}, from which no number can be read"
+    return f"task['answer'] is {describe_answer(answer)}, from which no number can be read"
 
 
 def _score(trace: Trace, expected: Fraction | None) -> Score:
@@ -185,5 +199,5 @@ def answer_of(verifier: str, task: Task) -> str | int | float | Decimal | Fracti
         )
     answer = task["answer"]
     if isinstance(answer, bool) or not isinstance(answer, str | int | float | Decimal | Fraction):
-        raise EnvError(f"{verifier}: task['answer'] is {answer!r}; give a string or a number")
+        raise EnvError(f"{verifier}: task['answer'] is {shown_value(answer)}; give a string or a number")
     return answer

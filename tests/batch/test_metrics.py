@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nrl.arguments import with_article
 from nrl.batch.metrics import Ess, Max, Mean, Metrics, Min, Sum, finalize, merge
 
 quick = settings(max_examples=60)
@@ -114,7 +115,8 @@ def test_one_name_has_one_kind(a: str, b: str) -> None:
     if a == b:
         assert merge(left, right).keys() == {"kl"}
     else:
-        expected = f"merge: metric 'kl' is a {a.capitalize()} on one side and a {b.capitalize()} on the other; "
+        kinds = with_article(a.capitalize()), with_article(b.capitalize())
+        expected = "merge: metric 'kl' is {} on one side and {} on the other; ".format(*kinds)
         with pytest.raises(TypeError, match=expected + "give the two numbers different names"):
             merge(left, right)
 

@@ -278,3 +278,28 @@ def test_types_and_limits_that_a_template_leaves_out_are_counted() -> None:
         data.render([ASK], tokenizer("qwen3"), tools=[deep_tool(limited)])
         data.render([ASK], tokenizer("gptoss"), tools=[deep_tool({"type": "string", "enum": ["a", "b"]})])
     assert found == {"limits and defaults of tools": 1, "types of tools": 1}
+
+
+UNENDED = {
+    "whole": answer("<think>Hmm"),
+    "line": answer("<think>\nHmm"),
+    "beside": answer("<think>Bye", reasoning_content="Hmm"),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_reasoning_that_does_not_end_is_opened_once(name: str) -> None:
+    of = tokenizer(name)
+    for field, message in UNENDED.items():
+        found = written({"prompt": [ASK], "response": [message]}, of)
+        if isinstance(found, str):
+            # gpt-oss's reasoning has a channel of its own
+            assert found.count("<think>") == 1, field
+        else:
+            refusals = f"writes reasoning of its own in front of 'content' of message 1.*'<think>'|{REFUSALS}"
+            assert re.search(f"{refusals}|leaves out the reasoning of message 1", str(found)), (field, str(found))
+    text = written({"prompt": [ASK], "response": "<think>Hmm"}, of)  # what the model writes, literally
+    assert isinstance(text, str)
+    assert text.count("<think>") == 1
+    shown = of.decode(data.render([ASK, UNENDED["whole"], ASK], of))  # of an earlier turn nothing is learned
+    assert "Hmm" in shown

@@ -308,7 +308,7 @@ def test_templates_that_cannot_be_followed(template: str, error: type[Exception]
         ({"messages": [HELLO, {"role": "assistant"}]}, "'messages': message 1 has no 'content'; it has role"),
         ({"messages": [HELLO]}, "the conversation has no message of the assistant, so there is nothing to train on"),
         ({"messages": [HI, HELLO]}, "the conversation begins with the assistant's message; begin with what it answers"),
-        ({"prompt": [HELLO], "response": 3}, "'response' is a int; give a text, or a list of messages"),
+        ({"prompt": [HELLO], "response": 3}, "'response' is an int; give a text, or a list of messages"),
         ({"prompt": [5, 6], "response": [HI]}, "the prompt is token ids and the answer messages; give the prompt as"),
     ],
 )
@@ -420,7 +420,7 @@ def test_max_tokens_counts_either_side() -> None:
     [
         ({"prompt": "a", "rejected": "b"}, "row 1 has no 'chosen'; it has prompt, rejected"),
         ({"chosen": "a", "rejected": "b"}, "row 1 has no 'prompt', which texts answer; it has chosen, rejected"),
-        ({"prompt": "a", "chosen": 1, "rejected": "b"}, "row 1: 'chosen' is a int; give a text, or a list of messages"),
+        ({"prompt": "a", "chosen": 1, "rejected": "b"}, "row 1: 'chosen' is an int; give a text, or a list of"),
         ({"prompt": "a", "chosen": "b", "rejected": [HI]}, "row 1: 'chosen' is a str and 'rejected' a list; give two"),
         ({"prompt": "a", "chosen": [HI], "rejected": [{}]}, "row 1: 'rejected': message 0 has no 'role'"),
         (

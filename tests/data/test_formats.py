@@ -133,7 +133,7 @@ def test_a_format_may_be_any_function() -> None:
     ("format", "row", "match"),
     [
         ("gsm8k", {"question": "a"}, "gsm8k: the row has no 'answer'; it has question"),
-        ("gsm8k", {"question": "a", "answer": 2}, "gsm8k: 'answer' is a int; give a text"),
+        ("gsm8k", {"question": "a", "answer": 2}, "gsm8k: 'answer' is an int; give a text"),
         ("gsm8k", {"question": "a", "answer": "It is 2."}, "gsm8k: 'answer' has no number behind '####': 'It is 2.'"),
         ("gsm8k", {"question": "a", "answer": "2 #### "}, "gsm8k: 'answer' has no number behind '####'"),
         (
@@ -167,7 +167,7 @@ def test_a_format_may_be_any_function() -> None:
         ),
         ("turns", {"prompt": "a"}, "turns: the row has no 'messages'; it has prompt"),
         (lambda row: row["text"], {"a": 1}, "the format <lambda> raised KeyError: 'text'"),
-        (lambda row: 3, {"a": 1}, "the format <lambda> returned a int; return a mapping, a list of mappings, or None"),
+        (lambda row: 3, {"a": 1}, "the format <lambda> returned an int; return a mapping, a list of mappings, or None"),
         (lambda row: ["a"], {"a": 1}, "the format <lambda> returned a list; return a mapping"),
         (lambda row: {"x": 1}, {"a": 1}, "has none of prompt, messages, question, problem; it has x"),
     ],

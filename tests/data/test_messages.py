@@ -294,13 +294,13 @@ def test_a_template_may_want_null_beside_calls() -> None:
     [
         ({**BYE, "weight": 0.5}, "message 1: 'weight' is 0.5; give 1, or 0 for a turn that is not trained"),
         ({**BYE, "weight": "0"}, "message 1: 'weight' is '0'; give 1, or 0 for a turn that is not trained"),
-        ({**BYE, "tool_calls": 3}, "message 1: 'tool_calls' is a int; give a list of calls, or leave it out"),
+        ({**BYE, "tool_calls": 3}, "message 1: 'tool_calls' is an int; give a list of calls, or leave it out"),
         ({**BYE, "tool_calls": "find"}, "message 1: 'tool_calls' is 'find', which is no JSON; give JSON text"),
         ({**BYE, "tool_calls": ["find"]}, "message 1: call 0 is a str; give {'function': {'name': ..., 'arguments'"),
         ({**BYE, "tool_calls": [{"id": "a"}]}, "message 1: call 0 has no 'name' of a function; it has no fields"),
-        (called(tool_calls=[{"name": "f", "arguments": 3}]), "message 1: call 0 of 'f': 'arguments' is a int; give an"),
+        (called(tool_calls=[{"name": "f", "arguments": 3}]), "message 1: call 0 of 'f': 'arguments' is an int; give"),
         ({"from": "function_call", "value": "find"}, "message 1: the call in 'content' is 'find', which is no JSON"),
-        ({**BYE, "reasoning": 3}, "message 1: 'reasoning' is a int; give a text"),
+        ({**BYE, "reasoning": 3}, "message 1: 'reasoning' is an int; give a text"),
         (
             {**BYE, "reasoning": "a", "thinking": "b"},
             "message 1: 'reasoning' and 'thinking' differ; give its reason",

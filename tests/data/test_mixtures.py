@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nrl
@@ -17,6 +17,7 @@ from nrl.data import Source, counting
 from nrl.data.mixtures import _CIRCLE, _STEP, _count_below
 from nrl.envs import exact, single_turn
 from nrl.errors import DataError
+from tests.draws import draws
 
 CHARS = tiny.tokenizer()
 CHATS = tiny.bpe(["user assistant"], vocab_size=280)
@@ -33,6 +34,7 @@ def mixed(weights: list[float], seed: int = 0) -> data.Tasks:
 WEIGHTS = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=6)
 
 
+@settings(max_examples=draws(100))
 @given(WEIGHTS, st.integers(0, 100), st.integers(0, 10**12), st.integers(0, 2000))
 def test_any_window_has_each_stream_as_often_as_its_weight_says(
     weights: list[float], seed: int, cursor: int, n: int
@@ -56,6 +58,7 @@ def test_proportions_are_exact_over_long_runs(exponent: int) -> None:
         assert abs(given_so_far - Fraction(share) * 10**exponent) < 4
 
 
+@settings(max_examples=draws(100))
 @given(WEIGHTS, st.integers(0, 10), st.lists(st.integers(0, 20), max_size=6))
 def test_a_mixture_is_a_function_of_its_cursor(weights: list[float], seed: int, takes: list[int]) -> None:
     def made() -> data.Tasks:
@@ -214,6 +217,7 @@ def test_filters_need_both_and_name_the_row() -> None:
 # --- an epoch, for an evaluation
 
 
+@settings(max_examples=draws(100))
 @given(st.lists(st.tuples(st.integers(1, 9), st.floats(0.1, 10.0)), min_size=1, max_size=4), st.integers(1, 60))
 def test_an_epoch_of_a_mixture_has_no_row_twice(parts: list[tuple[int, float]], most: int) -> None:
     streams = {

@@ -58,7 +58,7 @@ def test_compressed_files_and_arrays_have_the_same_rows(tmp_path: Path, name: st
         ("a.jsonl.zst", zst(LINES)[:20], "read_jsonl: .*a.jsonl.zst "),
         ("a.csv.zst", LINES, "read_csv: .*a.csv.zst cannot be decompressed "),
         ("a.json", b"[]", "read_json: .*a.json has no rows; it must be an array of objects"),
-        ("a.json", b'[{"prompt": "a"}, 3]', "read_json: .*a.json, entry 1: a int, not an object: 3; it must be an"),
+        ("a.json", b'[{"prompt": "a"}, 3]', "read_json: .*a.json, entry 1: an int, not an object: 3; it must be an"),
         ("a.json", b'[{"prompt": "a"}', r"read_json: .*a.json: invalid JSON \(Expecting ',' delimiter"),
         ("a.json", b"[" * 100_000, r"read_json: .*a.json: invalid JSON"),
         (

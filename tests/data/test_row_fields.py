@@ -43,6 +43,9 @@ def taught(row: dict[str, Any]) -> str:
         ({"messages": [SYSTEM, ASK, BYE], "system_prompt": "Hi"}, "'system', 'Hi', and its messages begin with anoth"),
         ({"messages": [ASK, BYE], "system": "a", "system_prompt": "b"}, "'system', 'a', and 'system_prompt', 'b'"),
         ({"messages": [ASK, BYE], "tools": [TOOL], "functions": [OTHER]}, "'tools', .* and 'functions', .* which diff"),
+        ({"prompt": "Hello", "response": "Bye", "history": [["Hi", "No"]]}, "'history', .*, which nothing reads"),
+        ({"messages": [ASK, BYE], "history": [ASK, BYE]}, "'history', .*, which nothing reads"),
+        ({"messages": [{**SYSTEM, "functions": [TOOL]}, ASK, BYE]}, "message 0 has 'functions', .* which no template"),
         ({"messages": [{**SYSTEM, "tools": [TOOL]}, ASK, BYE]}, "message 0 has 'tools', .* which no template writes"),
         ({"messages": [ASK, {**BYE, "content": "", "refusal": "No"}]}, "message 1 has 'refusal', 'No', which no templ"),
         ({"messages": [ASK, {**BYE, "reasoning": "a", "thinking": "b"}]}, "message 1: 'reasoning' and 'thinking' diff"),
@@ -129,6 +132,8 @@ def test_templates_decide_which_prompt_is_read() -> None:
         ({"question": "Hello", "problem": "Thanks"}, "question", "problem"),
         ({"messages": [ASK, BYE], "question": "Thanks"}, "messages", "question"),
         ({"prompt": "Hello", "messages": [{**ASK, "content": "Hi"}]}, "prompt", "messages"),
+        ({"question": "Hello", "context": "Thanks"}, "question", "context"),
+        ({"messages": [ASK, BYE], "input": "Thanks"}, "messages", "input"),
     ],
 )
 def test_prompts_that_nothing_reads_are_said_once(
@@ -218,3 +223,49 @@ def test_the_endpoint_reads_fields_that_agree() -> None:
         assert read.messages[1]["reasoning"] == "a"
     with pytest.raises(Unusable, match="max_completion_tokens is 4 and max_tokens 3, which differ; send one of them"):
         chat_completions.read({"messages": [ASK], "max_tokens": 3, "max_completion_tokens": 4})
+
+
+# --- Prompts that are a part of the messages
+
+
+@pytest.mark.parametrize("prompt", ["Be brief", "Be brief\n\nHello", [SYSTEM], "Hello"])
+def test_a_prompt_that_the_first_messages_hold_is_all_of_them(prompt: Any) -> None:
+    row = {"prompt": prompt, "prompt_id": "x", "messages": [SYSTEM, ASK, BYE], "category": "Chat"}
+    assert taught(row) == taught({"messages": [SYSTEM, ASK, BYE]})
+    assert data.rows([row])[0]["prompt"] == [SYSTEM, ASK]
+    more = {**row, "messages": [SYSTEM, ASK, BYE, {**ASK, "content": "Thanks"}, {**BYE, "content": "Hi"}]}
+    assert data.rows([more])[0]["prompt"] == [SYSTEM, ASK]
+    assert taught({**more, "messages": [*more["messages"][:2], {**BYE, "weight": 0}, *more["messages"][3:]]}) == taught(
+        {"prompt": more["messages"][:4], "response": "Hi"}
+    )
+
+
+def test_a_response_answers_all_of_the_messages_before_it() -> None:
+    messages = [ASK, BYE, {**ASK, "content": "Thanks"}, {**BYE, "content": "Hi"}]
+    of = tokenizer("chatml")
+    expected = data.supervised([{"prompt": messages[:3], "response": "Hi"}], of)["input_ids"].tolist()
+    for prompt in ("Hello", [ASK]):
+        row = {"prompt": prompt, "messages": messages, "response": "Hi"}
+        for each in (row, data.rows([row])[0]):
+            assert data.supervised([each], of)["input_ids"].tolist() == expected
+        pair = {"prompt": prompt, "messages": messages, "chosen": "Hi", "rejected": "No"}
+        assert data.preferences([pair], of)["input_ids"][0, 0].tolist()[: len(expected[0])] == expected[0]
+
+
+def test_a_system_prompt_may_be_parts_or_have_another_name() -> None:
+    whole = taught({"messages": [{**SYSTEM, "content": "Be\n\nbrief"}, ASK, BYE]})
+    parts = [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief", "cache_control": {"type": "ephemeral"}}]
+    assert taught({"messages": [ASK, BYE], "system": parts}) == whole
+    assert taught({"messages": [ASK, BYE], "system_message": "Be\n\nbrief"}) == whole
+    with pytest.raises(DataError, match="row 0: 'system': message 0: 'content' is a list; .* of the type 'image'"):
+        data.supervised([{"messages": [ASK, BYE], "system": [{"type": "image"}]}], tokenizer("chatml"))
+
+
+def test_reasoning_beside_a_response_is_refused() -> None:
+    of, row = tokenizer("qwen3"), {"question": "Hello", "reasoning": "Hmm, well", "response": "Bye"}
+    with pytest.raises(DataError, match="row 0 has 'reasoning', 'Hmm, well', beside 'response', which alone"):
+        data.supervised(data.rows([row]), of)
+    (task,) = data.rows([row], format="prompt=question,reasoning=reasoning,response=response")
+    assert of.decode(data.supervised([task], of)["input_ids"][0]).count("<think>\nHmm, well\n</think>") == 1
+    for agreeing in ({"reasoning": "on"}, {"response": "<think>Hmm, well</think>Bye"}):
+        assert data.supervised(data.rows([row | agreeing]), of)["loss_mask"].any()

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from nrl import data, tiny
 from nrl.data.sources import read
 from nrl.errors import DataError
+from tests.draws import draws
 from tests.work import calls
 
 ROWS = [{"question": f"{n}+1=", "answer": str(n + 1)} for n in range(5)]
@@ -278,7 +279,7 @@ def outcome(use: Callable[[], Any]) -> Any:
 NAMES = st.text(min_size=1, max_size=300)
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=draws(200), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(NAMES)
 def test_any_name_is_a_source_or_a_data_error(name: str) -> None:
     if ":" in name and "/" in name:  # what may be a name of the hub
@@ -295,7 +296,7 @@ BYTES = st.one_of(
 
 
 @pytest.mark.parametrize("ending", READERS)
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=draws(200), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(BYTES)
 def test_any_bytes_are_rows_or_a_data_error(tmp_path: Path, ending: str, content: bytes) -> None:
     path = tmp_path / f"fuzzed{ending}"
@@ -310,7 +311,7 @@ def test_any_bytes_are_rows_or_a_data_error(tmp_path: Path, ending: str, content
                 assert all(isinstance(row, dict) for row in found)
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=draws(300), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_damage_to_a_parquet_file_is_rows_or_a_data_error(tmp_path: Path, choose: st.DataObject) -> None:
     whole = bytearray(write(tmp_path, ".parquet").read_bytes())
@@ -325,16 +326,35 @@ def test_any_damage_to_a_parquet_file_is_rows_or_a_data_error(tmp_path: Path, ch
             assert all(isinstance(row, dict) for row in found)
 
 
-KEYS = ["role", "content", "prompt", "messages", "from", "value", "tool_calls", "function", "name", "arguments", "type"]
+WORDS = ["user", "tool", "text", "thinking", "tool_use", "tool_result", "redacted_thinking"]
+KEYS = [
+    "role",
+    "content",
+    "prompt",
+    "messages",
+    "from",
+    "value",
+    "tool_calls",
+    "function",
+    "name",
+    "arguments",
+    "type",
+    "text",
+    "input",
+]
 VALUES: Any = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(["user", "tool"]),
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(WORDS),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=3),
     max_leaves=12,
+)
+FIELDS_OF_MESSAGES = (
+    *("tool_calls", "reasoning", "thinking", "weight", "name"),
+    *("train", "thought", "reasoning_details", "refusal", "images"),
 )
 MESSAGES = st.lists(
     st.fixed_dictionaries(
         {"role": st.sampled_from(["user", "assistant", "system", "tool", "developer"]) | VALUES, "content": VALUES},
-        optional=dict.fromkeys(("tool_calls", "reasoning", "thinking", "weight", "name"), VALUES),
+        optional=dict.fromkeys(FIELDS_OF_MESSAGES, VALUES),
     ),
     max_size=4,
 )
@@ -354,11 +374,16 @@ FIELDS = [
     "conversations",
     "instruction",
     "completion",
+    "chat_template_kwargs",
+    "history",
+    "completions",
+    "query",
+    "reasoning",
 ]
 CHATS = tiny.bpe(["user assistant"], vocab_size=270)
 
 
-@settings(max_examples=400)
+@settings(max_examples=draws(400))
 @given(st.dictionaries(st.sampled_from(FIELDS), VALUES | MESSAGES, max_size=5), st.sampled_from([None, *data.FORMATS]))
 def test_any_row_is_used_or_a_data_error(row: dict[str, Any], format: str | None) -> None:
     for use in (

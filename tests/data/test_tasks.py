@@ -124,7 +124,7 @@ def test_the_source_is_left_as_it_is() -> None:
     [
         ({"text": "a", "id": 1}, "has none of prompt, messages, question, problem; it has text, id. Rename the field"),
         ({}, "it has no fields"),
-        ({"prompt": 3}, "'prompt' is a int; give a text, a list of messages, or a list of token ids"),
+        ({"prompt": 3}, "'prompt' is an int; give a text, a list of messages, or a list of token ids"),
         ({"question": None}, r"'question' is nothing \(null\)"),
         ({"prompt": {"role": "user"}}, "'prompt' is a dict"),
         ({"prompt": b"ab"}, "'prompt' is a bytes"),
@@ -414,7 +414,7 @@ def test_max_tokens_counts_the_whole_row() -> None:
     [
         ({"prompt": "a"}, "supervised: row 1 has no 'response'; it has prompt"),
         ({"question": "a", "response": "b"}, "supervised: row 1 has no 'prompt'; it has question, response"),
-        ({"prompt": "a", "response": 2}, "supervised: row 1: 'response' is a int; give a text"),
+        ({"prompt": "a", "response": 2}, "supervised: row 1: 'response' is an int; give a text"),
         ({"prompt": "", "response": "b"}, "supervised: row 1: render: the prompt is empty"),
     ],
 )

@@ -129,7 +129,7 @@ def test_verl(tmp_path: Path) -> None:
             "sharegpt: 'conversations': message 0 has no 'role'; it has v",
         ),
         ("alpaca", {"instruction": "a"}, "alpaca: the row has no 'output'; it has instruction"),
-        ("alpaca", {"instruction": "a", "output": "b", "input": 3}, "alpaca: 'input' is a int; give a text"),
+        ("alpaca", {"instruction": "a", "output": "b", "input": 3}, "alpaca: 'input' is an int; give a text"),
         (
             "alpaca",
             {"instruction": "a", "output": "b", "history": [["c"]]},

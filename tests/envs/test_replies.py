@@ -47,6 +47,9 @@ CHANNELS = "<|channel|>analysis<|message|>Perhaps 8.<|end|><|start|>assistant<|c
         ("Sure. <think>Perhaps 8.", Reply("", "Sure.\n\nPerhaps 8.", False)),
         ("Write `<think>` first.", Reply("Write `<think>` first.", "", True)),
         ("<think></think>", Reply("", "", True)),
+        ("<think id=1>Perhaps 8.</think>9", Reply("9", "Perhaps 8.", True)),  # a tag with attributes
+        ('<THINKING step="2" >Perhaps 8.</thinking>9', Reply("9", "Perhaps 8.", True)),
+        ("<think id=1>Perhaps 8.", Reply("", "Perhaps 8.", False)),
         ("<think>", Reply("", "", False)),
         (CHANNELS.format("final"), Reply("It is 9.", "Perhaps 8.", True)),
         (CHANNELS.format("final") + "<|return|>", Reply("It is 9.", "Perhaps 8.", True)),

@@ -4,7 +4,7 @@ import ast
 import builtins
 from typing import Any
 
-__all__ = ["equal", "forgiving", "independent_lines", "unbound"]
+__all__ = ["equal", "forgiving", "independent_lines", "plain_classes", "unbound"]
 
 
 def unbound(tree: Any) -> set[str]:
@@ -25,8 +25,34 @@ def unbound(tree: Any) -> set[str]:
     return read - bound
 
 
+def plain_classes(tree: Any) -> set[str]:
+    """Return the names of classes of a test that its program may use: of such as a tree's nodes, not of tests.
+
+    They derive from nothing, and consist of methods and annotated fields, none of which asserts anything.
+    """
+    return {
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+        and not node.name.startswith("Test")
+        and all(isinstance(base, ast.Name) and base.id == "object" for base in node.bases)
+        and all(map(_is_part_of_plain_class, node.body))
+    }
+
+
+def _is_part_of_plain_class(node: Any) -> bool:
+    if isinstance(node, ast.FunctionDef):
+        return not node.name.startswith("test") and not any(isinstance(part, ast.Assert) for part in ast.walk(node))
+    if isinstance(node, ast.AnnAssign):
+        return node.value is None or isinstance(node.value, ast.Constant | ast.Call)
+    return isinstance(node, ast.Pass) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+
+
 def equal(found: Any, expected: Any) -> Any:
-    """Whether a test's ``found == expected`` holds; floats have nine digits, and a tuple may stand for a list."""
+    """Whether a test's ``found == expected`` holds; floats have nine digits, and a tuple may stand for a list.
+
+    NaN is equal to NaN: a test that expects it means it.
+    """
     result = found == expected
     if result is not False:
         return result
@@ -37,6 +63,8 @@ def equal(found: Any, expected: Any) -> Any:
     if isinstance(expected, dict) and isinstance(found, dict):
         return found.keys() == expected.keys() and all(equal(found[key], expected[key]) for key in expected)
     numbers = isinstance(found, int | float) and isinstance(expected, int | float)
+    if numbers and found != found and expected != expected:
+        return True
     if numbers and float in (type(found), type(expected)):
         try:
             return abs(found - expected) <= 1e-9 * max(abs(found), abs(expected))

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from nrl.envs.inside.assertions import equal, forgiving, independent_lines, unbound
+from nrl.envs.inside.assertions import equal, forgiving, independent_lines, plain_classes, unbound
 from nrl.envs.inside.peers import Peer
 from nrl.envs.inside.proxies import INDEPENDENT_LINES, is_proxy
 from nrl.envs.inside.values import private, say
@@ -121,6 +121,28 @@ class _Outputs:
         return texts
 
 
+class _TestClass(type):
+    """A class that only the test defines: the program may name it, and the test's end makes its instances."""
+
+    _peer: Peer
+    _instead: Any = None
+
+    def _defined(cls) -> Any:
+        if cls._peer.is_answering:
+            try:
+                return cls._peer.ask("value", ["name", cls.__name__])
+            except Exception:  # not by this test
+                if cls._instead is not None:
+                    return cls._instead
+        raise NameError(cls.__name__)
+
+    def __call__(cls, /, *args: Any, **kwargs: Any) -> Any:
+        return cls._defined()(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, cls._defined())
+
+
 class _Loop:
     """The event loop of the program, which runs while the test awaits something."""
 
@@ -155,17 +177,19 @@ class _Loop:
 
 
 def serve() -> None:
-    """Run the program that the first line has, and call its functions as further lines say."""
+    """Run the program that the first line has, with the test's classes that it may name, and call its functions."""
     lines, out = private()
     loop = _Loop()
     peer = Peer(lines, out, operations={"step": loop.step, "result": loop.result, "cancel": loop.cancel})
-    source = json.loads(lines.readline())
+    source, test_classes = json.loads(lines.readline())
     namespace: dict[str, Any] = {"__name__": "program"}  # its own demonstration, if it has one, is not asked for
     sys.stdin = stdin = _Input(peer)
     builtins.input = stdin.asked
     module = ModuleType("program")  # where dataclasses look for names
     module.__dict__.update(namespace | _preamble(source))
     sys.modules["program"], namespace = module, module.__dict__
+    for name in test_classes:
+        namespace[name] = _TestClass(name, (), {"_peer": peer, "_instead": namespace.get(name)})
     try:
         exec(compile(source, "program.py", "exec", dont_inherit=True), namespace)
     except BaseException as error:
@@ -234,6 +258,11 @@ class _Link(Peer):
         """Forget the test before, and the program that it had."""
         self.calls.clear()
         self.proxies.clear()
+
+    def defines(self, names: dict[str, Any], plain: set[str]) -> None:
+        """Let the program use those classes of a test that are plain."""
+        allowed = {name: name for name in plain}
+        self.named = lambda name: names[allowed[name]]
 
     def _encoded(self, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         try:
@@ -336,6 +365,7 @@ def check() -> None:
             tree = ast.parse(json.loads(line))
             names = _Names(link, tree)
             names["__equal__"] = equal
+            link.defines(names, plain_classes(tree))
             INDEPENDENT_LINES.clear()
             INDEPENDENT_LINES.update(independent_lines(tree))
             sys.modules["__main__"] = _Main(names)  # type: ignore[assignment]

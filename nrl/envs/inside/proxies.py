@@ -2,7 +2,7 @@
 
 A proxy is equal to nothing of its own end, and takes part in no arithmetic with that, since the other end would decide.
 Instances that the test makes itself, by a class that it names, are free to: a test of a class is a test of its
-operators.
+operators. A comparison that they win has to be lost by other values, as `nrl.envs.inside.contrasts` has it.
 """
 
 import sys
@@ -10,10 +10,13 @@ from collections import namedtuple
 from collections.abc import Sequence
 from typing import Any
 
+from nrl.envs.inside.contrasts import differs
+
 __all__ = [
     "DUNDERS",
     "INDEPENDENT_LINES",
     "Proxy",
+    "SaysNothing",
     "has_operators",
     "is_proxy",
     "mirrored_class",
@@ -22,6 +25,7 @@ __all__ = [
     "target_of",
 ]
 
+_CONTRASTED = ("lt", "le", "gt", "ge", "eq")
 _COMPARES = ("lt", "le", "gt", "ge", "eq", "ne")
 _ARITHMETIC = (
     *("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "pow", "lshift", "rshift", "and", "or", "xor"),
@@ -36,7 +40,7 @@ DUNDERS = (*_DECIDED, *_UNARY, *_PROTOCOLS)
 """The methods of a class that its mirror has, too."""
 
 _FORWARDED = ("name", "qualname", "doc", "annotations", "dict", "defaults", "wrapped", "module")
-_OWN = ("_nrl_peer", "_nrl_target", "_nrl_free", "_nrl_context")
+_OWN = ("_nrl_peer", "_nrl_target", "_nrl_free", "_nrl_context", "_nrl_arguments")
 
 
 class _Class(type):
@@ -49,8 +53,9 @@ class _Class(type):
 
     def __call__(cls, /, *args: Any, **kwargs: Any) -> Any:
         made = cls._nrl_peer_of_class.ask("new", cls, *args, **kwargs)
-        if cls._nrl_made_by_test and isinstance(made, Proxy):
-            object.__setattr__(made, "_nrl_free", True)
+        if Proxy in type(made).__mro__:
+            object.__setattr__(made, "_nrl_free", made._nrl_free or cls._nrl_made_by_test)
+            object.__setattr__(made, "_nrl_arguments", (cls, args, kwargs))
         return made
 
     def __getattr__(cls, name: str) -> Any:
@@ -155,6 +160,8 @@ def _between(name: str) -> Any:
         if not (self._nrl_free or is_proxy(other)):
             return NotImplemented
         result = self._nrl_peer.ask(operation, self, other, *more)
+        if name in _CONTRASTED and result:
+            _check_contrast(name, self, other)
         if isinstance(result, Proxy) and self._nrl_free:
             object.__setattr__(result, "_nrl_free", True)
         return result
@@ -162,9 +169,39 @@ def _between(name: str) -> Any:
     return operate
 
 
+class SaysNothing(BaseException):
+    """A comparison that the program decides holds for all values, so the test that makes it has failed."""
+
+
+def _check_contrast(operation: str, target: Any, other: Any) -> None:
+    """Check that an operation that holds fails for other values, and raise `SaysNothing` if not."""
+    ask = target._nrl_peer.ask
+    if operation in ("lt", "gt") and is_proxy(other):
+        has_contrast = not ask(operation, other, target)
+    else:
+        has_contrast = differs(lambda one, another: ask(operation, one, another), (target, other), _remade)
+    if not has_contrast:
+        raise SaysNothing(operation)
+
+
+def _remade(value: Any, vary: Any) -> Any:
+    """Make an instance of the program's class again, with other arguments than the test made it with."""
+    if type(type(value)) is not _Class or value._nrl_arguments is None:
+        return
+    cls, args, kwargs = value._nrl_arguments
+    for varied in vary([*args, *kwargs.values()]):
+        try:
+            yield cls(*varied[: len(args)], **dict(zip(kwargs, varied[len(args) :], strict=True)))
+        except Exception:  # it does not take such arguments
+            continue
+
+
 def _contains(self: Any, value: Any) -> bool:
     if self._nrl_free or is_proxy(value):
-        return bool(self._nrl_peer.ask("contains", self, value))
+        is_in = bool(self._nrl_peer.ask("contains", self, value))
+        if is_in:
+            _check_contrast("contains", self, value)
+        return is_in
     return any(item is value or item == value for item in self)
 
 
@@ -285,7 +322,7 @@ def proxy_of(peer: Any, target: list[Any], cls: Any, kind: str, value: Any) -> A
     """Make what stands for an object of the other end: a proxy; or, for ``"data"``, a value that has its attributes."""
     if kind != "data":
         proxy = object.__new__(cls)
-        for name, part in zip(_OWN, (peer, target, False, None), strict=True):
+        for name, part in zip(_OWN, (peer, target, False, None, None), strict=True):
             object.__setattr__(proxy, name, part)
         return proxy
     base_name, plain, fields = value

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,8 @@ from typing import Any
 
 import attrs
 
-from nrl.envs.library.code_blocks import program_of
+from nrl.envs.inside.assertions import plain_classes
+from nrl.envs.library.code_blocks import parsed, program_of
 from nrl.envs.library.code_tests import (
     Test,
     fault_of_imports,
@@ -36,7 +38,7 @@ _INSIDE = {  # what runs in the sandbox, in packages that have nothing else of n
     **dict.fromkeys(("nrl/__init__.py", "nrl/envs/__init__.py", "nrl/envs/inside/__init__.py"), b""),
     **{
         f"nrl/envs/inside/{name}.py": (Path(__file__).parents[1] / "inside" / f"{name}.py").read_bytes()
-        for name in ("assertions", "calls", "peers", "proxies", "values")
+        for name in ("assertions", "calls", "contrasts", "peers", "proxies", "values")
     },
 }
 _SLOTS = threading.BoundedSemaphore(os.cpu_count() or 1)  # more at once would take each other's time
@@ -63,9 +65,10 @@ def code(
 ) -> Verifier:
     """A verifier that runs the program of an answer, its last block of Python, against the tests of its task.
 
-    ``task["tests"]`` is a list of tests of two kinds. ``{"stdin": ..., "stdout": ...}``: the program is run with this
-    input, ends with status 0, and writes this output. ``input`` and ``output`` are other names for these; numbers and
-    lists of lines will do, and without an input it is empty. A text is Python that calls functions of the program and
+    ``task["tests"]`` is a list of tests of two kinds, also as JSON. ``{"stdin": ..., "stdout": ...}``: the program is
+    run with this input, ends with status 0, and writes this output. ``input`` and ``output`` are other names for these;
+    numbers and lists of lines will do, and without an input it is empty; ``{"inputs": [...], "outputs": [...]}``, as in
+    APPS, are such tests. A text is Python that calls functions of the program and
     raises unless it likes what they return, such as ``"assert add(1, 2) == 3"``; also ``def test_...()``, and classes
     of unittest. The program may be a ``class Solution`` with these functions as methods, and need not import
     ``typing``.
@@ -73,7 +76,9 @@ def code(
     It runs in a sandbox of its own; arguments and results are data (numbers, texts, bytes, containers, dates, None) and
     travel as such, and the test calls methods of other objects from afar. So what is expected is nowhere that the
     program could read it, and what compares is nowhere that the program could change it. In what a test asserts,
-    ``found == expected`` holds for floats with nine equal digits, and for a tuple where a list is expected.
+    ``found == expected`` holds for floats with nine equal digits, for two NaN, and for a tuple where a list is
+    expected. Where the program's own class compares objects that the test has made, an object made with other
+    arguments has to compare differently, or the test is not passed.
 
     A program that takes too long, ends early or crashes fails that test, and so does one whose answer to a call, with
     the arguments, has more than 16 MiB as JSON (``limits.output``, where that is more). This never makes the row
@@ -265,6 +270,9 @@ def _calls(sandbox: Sandbox, program: str, numbered: Mapping[int, str], limits: 
     """Whether each test passes that calls the program's functions; the tests come with their numbers in the task."""
     tests = list(numbered.values())
     progress = _Progress(tests, list(numbered))
+    words = set(re.findall(r"\w+", program))
+    trees = [tree for test in tests if "class" in test and (tree := parsed(test)) is not None]
+    test_classes = sorted({name for tree in trees for name in plain_classes(tree)} & words)
     most = max(_LINE, limits.output)
     share = attrs.evolve(
         limits,
@@ -278,7 +286,7 @@ def _calls(sandbox: Sandbox, program: str, numbered: Mapping[int, str], limits: 
             while progress.left and not progress.hopeless:
                 sandbox(
                     ["python", "-m", "nrl.envs.inside.calls", "serve"],
-                    lambda other: _run(checker, _Lines(other, most), program, progress, limits.seconds),
+                    lambda other: _run(checker, _Lines(other, most), program, test_classes, progress, limits.seconds),
                     _INSIDE,
                     share,
                 )
@@ -300,9 +308,11 @@ def _calls(sandbox: Sandbox, program: str, numbered: Mapping[int, str], limits: 
     return progress.passed + [False] * (len(tests) - len(progress.passed))
 
 
-def _run(checker: _Lines, program: _Lines, source: str, progress: _Progress, seconds: float) -> None:
+def _run(
+    checker: _Lines, program: _Lines, source: str, test_classes: list[str], progress: _Progress, seconds: float
+) -> None:
     """Run tests until one of them is the program's end."""
-    program.send(source)
+    program.send(source, test_classes)
     try:
         ready = program.line(time.monotonic() + seconds)
     except (EOFError, TimeoutError):

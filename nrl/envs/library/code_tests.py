@@ -39,21 +39,30 @@ type Test = str | tuple[str, str]
 def read_tests(task: Task) -> list[Test]:
     """Return the tests of a task: its texts as they are, its inputs and outputs as pairs of texts.
 
+    The list of them, and each with an input and an output, may be JSON.
+
     Raises:
         EnvError: there are none, or one is no test.
 
     >>> read_tests({"tests": ["assert f(1) == 1", {"input": ["1", "2"], "output": 3}]})
     ['assert f(1) == 1', ('1\\n2', '3')]
     """
-    tests = task.get("tests")
+    tests = _listed(task.get("tests"))
     if not isinstance(tests, Sequence) or isinstance(tests, str) or not tests:
         raise EnvError(f"code: the task's 'tests' are {tests!r}; give a list with a test at least")
     read = list[Test]()
-    for place, test in enumerate(tests):
+    for place, text in enumerate(tests):
+        test = _of_json(text)
         if isinstance(test, str):
             read.append(test)
             continue
         outputs = [test[name] for name in ("stdout", "output") if name in test] if isinstance(test, Mapping) else []
+        if outputs and outputs[0] is None:
+            name = "stdout" if "stdout" in test else "output"
+            raise EnvError(
+                f"code: test {place} of the task is {shown(test)}, whose {name!r} is None; give the text that the "
+                "program has to write, '' for none, or leave the test out"
+            )
         given = next((test[name] for name in ("stdin", "input") if name in test), "") if outputs else ""
         if marker := next((name for name in _FUNCTION_FIELDS if isinstance(test, Mapping) and test.get(name)), None):
             raise EnvError(
@@ -68,6 +77,26 @@ def read_tests(task: Task) -> list[Test]:
             )
         read.append((pair[0].replace("\r\n", "\n"), pair[1].replace("\r\n", "\n")))
     return read
+
+
+def _listed(tests: Any) -> Any:
+    """Return tests as a list: also those that are JSON, or lists of inputs and of outputs, as in APPS."""
+    tests = _of_json(tests)
+    if not isinstance(tests, Mapping):
+        return tests
+    inputs, outputs = tests.get("inputs"), tests.get("outputs")
+    if not isinstance(inputs, list | tuple) or not isinstance(outputs, list | tuple) or len(inputs) != len(outputs):
+        return [tests] if "output" in tests or "stdout" in tests else tests
+    names = {name: tests[name] for name in _FUNCTION_FIELDS if tests.get(name)}
+    return [{"input": given, "output": wanted, **names} for given, wanted in zip(inputs, outputs, strict=True)]
+
+
+def _of_json(value: Any) -> Any:
+    """Return what a text has that is a list or an object of JSON; anything else as it is."""
+    if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
 
 
 def _text(value: Any) -> str | None:

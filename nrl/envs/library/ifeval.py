@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nrl.envs.library.ifeval_conflicts import Constraint, find_conflict
+from nrl.envs.plain_values import shown_value
 from nrl.envs.types import Score, Task, Trace
 from nrl.errors import EnvError
 
@@ -21,7 +22,9 @@ __all__ = ["CONSTRAINTS", "constraints"]
 def _between(count: int, least: int = 0, most: int | None = None) -> bool:
     for each in (least, most):
         if each is not None and (isinstance(each, bool) or not isinstance(each, int) or each < 0):
-            raise ValueError(f"{each!r} is no number of things; give least and most as integers that are not negative")
+            raise ValueError(
+                f"{shown_value(each)} is no number of things; give least and most as integers that are not negative"
+            )
     if most is None and least == 0:
         raise ValueError("every text would do; give least, most or both")
     if most is not None and least > most:
@@ -31,13 +34,13 @@ def _between(count: int, least: int = 0, most: int | None = None) -> bool:
 
 def _texts(words: Any) -> Sequence[str]:
     if isinstance(words, str) or not isinstance(words, Sequence) or not words:
-        raise ValueError(f"the words are {words!r}; give a list of texts")
+        raise ValueError(f"the words are {shown_value(words)}; give a list of texts")
     return [_text(each) for each in words]
 
 
 def _text(given: Any) -> str:
     if not isinstance(given, str) or not given.strip():
-        raise ValueError(f"{given!r} is found in every text or in none; give a text that is not empty")
+        raise ValueError(f"{shown_value(given)} is found in every text or in none; give a text that is not empty")
     return given
 
 
@@ -112,8 +115,15 @@ def _is_json(text: str) -> bool:
     return True
 
 
+_BULLET = re.compile(
+    r"(?![\s*_-]+\Z)(?:(?:\*(?!\*)|-(?!-))(?:\s+\S|[^\s*-])"
+    r"|[+\u2022\u2013\u2014\u25e6\u2023\u2043\u25aa\u25cf\u25cb\u00b7]\s+\S)"
+)
+
+
 def _bullets(text: str) -> int:
-    return sum(re.match(r"(?:[*+-]|\d+[.)])\s+\S", line.strip()) is not None for line in text.splitlines())
+    """Count lines that begin with a bullet. As in IFEval, ``*`` and ``-`` need no space, and a number is no bullet."""
+    return sum(_BULLET.match(line.strip()) is not None for line in text.splitlines())
 
 
 def _paragraphs(text: str) -> int:
@@ -184,8 +194,8 @@ def constraints(task: Task, trace: Trace) -> Score:
     asked = task.get("constraints")
     if isinstance(asked, str | bytes) or not isinstance(asked, Sequence) or not asked:
         raise EnvError(
-            f"constraints: the task's constraints are {asked!r}; give a list of names, or of mappings from a name to "
-            "its arguments"
+            f"constraints: the task's constraints are {shown_value(asked)}; give a list of names, or of mappings from "
+            "a name to its arguments"
         )
     text, met = trace.answer, list[tuple[str, bool]]()
     for each in asked:
@@ -194,7 +204,7 @@ def constraints(task: Task, trace: Trace) -> Score:
             arguments = {"with_" if key == "with" else str(key): value for key, value in how.items()}
             met.append((name, bool(CONSTRAINTS[name](text, **arguments))))
         except (TypeError, ValueError) as error:
-            raise EnvError(f"constraints: {name} does not take {dict(how)}: {error}") from error
+            raise EnvError(f"constraints: {name} does not take {shown_value(dict(how))}: {error}") from error
     share = sum(kept for _, kept in met) / len(met)
     if not _words(text):
         return Score(0.0, "parse_fail", {"all": 0.0})
@@ -223,5 +233,5 @@ def _read(each: Any) -> tuple[str, Mapping[str, Any]]:
     if isinstance(each, Mapping) and len(each) == 1:
         ((name, how),) = each.items()
     if not isinstance(name, str) or name not in CONSTRAINTS or not isinstance(how, Mapping):
-        raise EnvError(f"constraints: there is no {each!r}; there are {', '.join(sorted(CONSTRAINTS))}")
+        raise EnvError(f"constraints: there is no {shown_value(each)}; there are {', '.join(sorted(CONSTRAINTS))}")
     return name, how

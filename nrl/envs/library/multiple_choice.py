@@ -5,22 +5,27 @@ r"""`choice`: multiple choice, by the letter that a response ends with.
 1. ``\boxed{B}``, ``\boxed{B) Paris}``, ``\boxed{\textbf{(B)}}``;
 2. ``<answer>B</answer>``, ``#### B``;
 3. "the answer is B", "answer: (B)", ``{"answer": "B"}``, "option B is correct", "I choose option B", "so B", "B is
-   correct", "It's B", "no, B" and the like, also in Chinese, Japanese, Korean and a dozen more languages;
+   correct", "It's B", "no, B", "leaving B", "only B remains" and the like, also in Chinese, Japanese, Korean and a
+   dozen more languages;
 4. a last line or sentence, or a first line, that is nothing but a letter: ``B``, ``(b)``, ``**B.**``, "option B"; or,
    if no other line is one too, an option with its text: ``B) Paris``, "B because ...". Fences of code are left out.
 
 **What is no letter.** A small letter, unless it is in brackets or quotation marks or ends the sentence ("the answer is
 a bit unclear"); ``A`` and ``I`` before a word that may follow an article or a pronoun ("answer: I do not know"); a
-letter of which the response says that it is wrong, also afterwards; one beyond the task's ``"choices"``; all letters
-elsewhere. A response that names several (``A or B``, ``A, B, C, D``), or a letter beside the text of another choice,
-has no answer.
+letter of which the response says that it is wrong, also afterwards; one in a statement that is denied ("I don't think
+the answer is B"), supposed ("if it is B") or somebody else's ("many choose B"), or that ends in a question mark; one
+beyond the task's ``"choices"``; all letters elsewhere. A response that names several (``A or B``, ``A, B, C, D``,
+``\boxed{A}, \boxed{B}``, "A is correct. B is correct."), or a letter beside the text of another choice, has no answer.
 """
 
 import re
 from collections.abc import Sequence
+from itertools import islice, takewhile
 from typing import Any
 
 from nrl.envs.final_numbers import boxes
+from nrl.envs.phrases.plain_choices import plain_choice
+from nrl.envs.plain_values import plain_text, shown_value
 from nrl.envs.types import Score, Task, Trace
 from nrl.envs.verifiers import extracts
 from nrl.errors import EnvError
@@ -29,31 +34,6 @@ __all__ = ["choice", "chosen_letter"]
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _LONGEST = 1000  # characters of a choice's text
-
-# --- Typography and LaTeX around letters
-
-_CHARACTERS = str.maketrans(
-    {0xFEE0 + code: chr(code) for code in range(0x21, 0x7F)}  # the wide forms of ASCII
-    | dict.fromkeys("“”„«»「」『』【】〔〕", '"')
-    | {"’": "'", "‘": "'", "~": " ", "–": "-", "—": "-"}
-)
-_WRAPPED = re.compile(r"\\(?:text|math|operatorname|[fhm]box)[a-z]{0,6}\s?\{([^{}\\]{0,200})\}")
-_DECLARED = re.compile(r"\\(?:bf|it|rm|sf|tt|displaystyle|large|Large|bold|left|right|quad|[,;! ])(?![a-zA-Z])")
-
-
-def _plain(text: str) -> str:
-    """The text without fences, wide characters and commands of LaTeX for fonts; white space is joined."""
-    lines = [line for line in text.splitlines() if line.strip() and not _FENCE.fullmatch(line)]
-    text = "\n".join(" ".join(line.translate(_CHARACTERS).split()) for line in lines)
-    if "\\" in text:
-        text = _DECLARED.sub("", text)
-        for _ in range(2):  # \textbf{\text{B}}
-            text = _WRAPPED.sub(r"\1", text)
-        text = re.sub(" {2,}", " ", text)
-    return text
-
-
-_FENCE = re.compile(r"\s*(?:`{3,}|~{3,})\w*\s*")
 
 # --- Patterns. They stay linear: white space is joined before, and all other runs are short.
 
@@ -66,7 +46,7 @@ _ENDS = re.compile(  # a line, a sentence, or what is between tags
     r"[.!?:。]?[)}\]*_`\"'$]{0,8}(?:\n|\Z| ?</)|[.!?][)}\]*_`\"'$]{0,8}\s|[。]"
 )
 _REASON = re.compile(  # words that follow a chosen letter
-    r",?\s(?:because|since|due\sto|given|not|rather\sthan|instead\sof)\b|\s?\((?:not|since|because)\b"
+    r",?\s(?:because|since|due\sto|given|not|rather\sthan|instead\sof|as\s(?:the|my)|I\s(?:think|guess|believe|suppose))\b|\s?\((?:not|since|because)\b"
     r"|(?:项|項|选项|選項)?(?:입니다|이다|です|だ|[。,])|(?:项|項)(?=\Z|\n)",
     re.IGNORECASE,
 )
@@ -76,8 +56,10 @@ _WRONG = re.compile(
     re.IGNORECASE,
 )
 _RIGHT = re.compile(
-    r"\s(?:is|(?:must|would|should)\sbe)\s(?:the\s)?(?:only\s|most\s)?(?:answer|appropriate|best|correct|right|true)\b"
-    r"|(?:选项|選項|项|項)?(?:是|が)?(?:正确|正確|正解|对的)",
+    r"\s(?:is|(?:must|would|should|has\sto)\sbe|seems|appears|looks)\s(?:to\sbe\s)?(?:(?:the|my)\s)?(?:only\s|most\s)?"
+    r"(?:answer|appropriate|best|correct|right|true|better(?!\sthan)|(?<=(?:the|.my)\s)(?:one|choice|pick))\b"
+    r"|\s(?:alone\s)?(?:remains|is\sleft)(?=\s?(?:[.!,;]|\Z|\n))|\sit\sis\b"
+    r"|(?:选项|選項|项|項)?(?:是|が)?(?:正确|正確|正解|正しい|对的)|(?:이|가)\s?(?:정답|맞)",
     re.IGNORECASE,
 )
 _PROSE = re.compile(  # behind an article or a pronoun; not the words that follow a letter
@@ -86,39 +68,80 @@ _PROSE = re.compile(  # behind an article or a pronoun; not the words that follo
 )
 _BE = r"(?:is|(?:has\sto|must|should|would)\sbe)\b"
 _NOUN = r"(?:answer|choice|option)"
+_RELATIVE = (  # of an option: "that fits best", not "that is wrong"
+    r"(?:(?!\b(?:not|wrong|incorrect|false|least|never|eliminated?|excluded?|ruled?|rejected?)\b|n't)[^.!?:\n]){0,60}?"
+)
 _LEADS = re.compile(
-    rf"\b{_NOUN}\b[*_`]{{0,3}}(?:\s(?:to|for|of|here)\b[^.!?:\n]{{0,60}}?)?(?:\s{_BE})[*_`]{{0,3}}(?:\s?[:=])?"
+    rf"\b{_NOUN}\b[*_`]{{0,3}}(?:\s(?:to|for|of|here|that|which|left)\b{_RELATIVE})?(?:,?\s(?:then|therefore|thus|hence),?)?(?:\s{_BE})"
+    rf"(?:,|\s(?:clearly|simply|indeed|(?:most\s)?likely|probably|definitely|certainly|obviously|thus|therefore|hence|then)\b)?"
+    r"[*_`]{0,3}(?:\s?[:=])?"
     rf"(?:\s(?:the\s)?(?:{_NOUN}|letter)\b)?"
     r"|\b(?:correct|right|best|final)\sletter\sis\b"
-    rf"|\b(?:[a-z]{{1,9}}_)?(?:{_NOUN}|letter|ans)\b[*_`\"']{{0,3}}\s?[:=-][*_`\[]{{0,3}}(?:\s?(?:{_NOUN}|letter)\b)?"
+    rf"|\b(?:[a-z]{{1,9}}_)?(?:{_NOUN}|letter|ans)(?:\skey)?\b[*_`\"']{{0,3}}\s?[:=-][*_`\[]{{0,3}}(?:[\s\"'(]{{0,3}}(?:{_NOUN}|letter)\b)?"
     r"|\bans\."
     rf"|(?<!not\s)(?<!n't\s)(?<!never\s)\b(?:choose|pick|select)\s(?:the\s)?{_NOUN}\b"
-    r"|(?:答案|正确选项|選項|选项)(?:应该|應該)?(?:是|为|為|選|选)?\s?:?(?:\s?(?:选项|選項))?"
+    r"|(?:答案|正确选项|選項|选项)[\"\]*_]{0,3}(?:应该|應該)?(?:是|为|為|選|选)?\s?:?(?:\s?(?:选项|選項))?"
     r"|(?<!不)(?:故选|故選|应选|所以选|选择)\s?:?"
-    r"|(?:정답|답)(?:은|는|이)?\s?:?|(?:答え|正解|解答|回答)(?:は|が)?\s?:?"
-    r"|\b(?:respuesta|opción|réponse|antwort|lösung|resposta|risposta|ответ|antwoord|svar|cevap|jawaban|jawapan"
+    r"|(?:,\s?而?|而)是"
+    r"|(?:정답|답)(?:은|는|이)?\s?:?|(?:答え|正解|正答|解答|回答)(?:は|が)?\s?:?"
+    r"|\b(?:respuesta|opción|opção|alternativa|вариант|réponse|antwort|lösung|resposta|risposta|ответ|antwoord|svar|cevap|jawaban|jawapan"
     r"|odpowiedź|odpověď|відповідь|válasz|vastaus|απάντηση|đáp\sán|الإجابة|الجواب|उत्तर|คำตอบ)[*_]{0,3}"
     r"(?:\s(?:correcta|correcte|correta|corretta|finale?|đúng)\b)?"
-    r"(?:\s?:|\s(?:es|est|ist|lautet|é|è|is|là|sería|serait|wäre)\b\s?:?)[*_]{0,3}"
-    r"(?:\s?(?:la\s|die\s|a\s|l')?(?:opción|option|opção|opzione|letra|lettre|lettera)\b)?"
-    r"|(?P<ends>\b(?:so|therefore|thus|hence)\b,?(?:\s(?:it|this)\s(?:is|must\sbe|should\sbe)\b)?"
-    rf"|\b(?:it|this)(?:'s|\s{_BE})(?:\s(?:rather|actually|then|option)\b)?:?"
-    r"|\b(?:no|wait|actually|correction|sorry|rather)\b[,:.!]?"
-    r"|\b(?:go|going)\swith\b|(?<!not\s)(?<!n't\s)(?<!never\s)\b(?:choose|pick|select)\b|\bmust\sbe\b"
-    r"|\bnot\s(?:option\s)?[*_(]{0,3}[A-Za-z][*_)]{0,3},?\sbut\b|(?<![不可])选\s?)"
-    rf"|(?P<perhaps>\b{_NOUN}\b"
-    r"|(?:\A|(?<=\n)|(?<=[.!?,]))(?=\s?[*_(]{0,3}[A-Z][*_)]{0,3}(?:\sis\b|(?:选项|項|项)?(?:是)?正[确確])))",
+    r"(?:\s?:|\s-(?=\s)|\s(?:es|est|ist|lautet|é|è|is|là|sería|serait|wäre)\b\s?:?)[*_]{0,3}"
+    r"(?:\s?(?:la\s|die\s|a\s|l')?(?:opción|option|opção|opzione|letra|lettre|lettera)\b"
+    r"|\s?\b(?:la|le|die|el|il|a|o)(?=\s[*_(]{0,3}[A-Z]\b))?"
+    r"|(?P<ends>\b(?:so|therefore|thus|hence)\b,?(?:\s(?:it|this)\s(?:is|must\sbe|should\sbe)\b|\s(?:option|choice)\b)?"
+    rf"|\b(?:(?:it|this|that)(?:'s|\s{_BE})|i\smean)(?:\s(?:rather|actually|then|option)\b)?:?"
+    r"|\b(?:leaving|leaves|left\swith)\b(?:\s(?:us|me|only|just|with|option|choice)\b){0,3}"
+    r"|\b(?:in\s(?:conclusion|summary)|by\s(?:process\sof\s)?elimination|finally|ultimately)\b[,:]?(?:\s(?:option|choice)\b)?"
+    r"|\b(?:guess|solution|conclusion|verdict|result|correct|final)\b[*_\"']{0,3}\s?[:=]|\b(?:my\s(?:guess|pick)|the\ssolution)\sis\b"
+    r"|\b(?:i|we)(?:'d|\swould)?\s(?:say|think|guess|believe)\b|(?:\A|(?<=\n)|(?<=[.!?,;]\s))(?:[∴→⇒⟹]|=>)"
+    r"|\bno\b[,:.!]|\b(?:wait|actually|correction|sorry|rather)\b[,:.!]?|(?:\A|(?<=\n)|(?<=[.!?]\s))(?:(?:most\s)?likely|probably"
+    r"|definitely|certainly|clearly|obviously|surely|yes|okay|ok|well|hmm|sure)\b[,:.!]?"
+    r"|\b(?:corresponds\sto|matches|which\sis)\s(?:option|choice|answer)\b|\b(?:statement|exception|one)\sis\b"
+    r"|\b(?:go|going|opt|opting)\s(?:with|for)\b|\bi\schose\b|\bmust\sbe\b"
+    r"|(?<!not\s)(?<!n't\s)(?<!never\s)\b(?:choos(?:e|ing)|pick(?:ing)?|select(?:ing)?)\b"
+    r"|\bnot\s(?:option\s)?[*_(]{0,3}[A-Za-z](?:,?\s(?:or\s)?[A-Za-z]){0,4}[*_)]{0,3},?\sbut\b"
+    r"|(?<![不可])(?<!不应)(?<!不能)(?<!不该)(?<!不要)选\s?)"
+    rf"|(?P<perhaps>\b(?:{_NOUN}|statement|only|and|but|while|whereas|think|believe)\b"
+    rf"|(?:\A|(?<=\n)|(?<=[.!?,;]))(?=\s?[*_(]{{0,3}}[A-Z][*_)]{{0,3}}(?:{_RIGHT.pattern})))",
     re.IGNORECASE,
 )
-_STRONG = re.compile(r"<answer>|(?<!#)####(?!#)", re.IGNORECASE)
+_STRONG = re.compile(
+    r"<(?:(?:final_?)?(?:answer|ans|choice|option|letter)|(?P<whole>final|solution|response|result|output))>"
+    r"|\[answer\]|(?<!#)####(?!#)",
+    re.IGNORECASE,
+)
+_DOUBTED = re.compile(  # in front of a statement, within its sentence: it is denied, supposed, or somebody else's
+    r"(?:\b(?:do|does|did|would|can|could|should|is|am|are|was|'m)(?:\snot|n't)\s(?:think|believe|say|see|agree|feel|know|mean|imply"
+    r"|follow|choose|pick|select|go)|\bcannot\s(?:say|see|be)|\bdoubt|\bunlikely|\bfalse|\buntrue|\b(?:if|suppose|supposing|assume"
+    r"|assuming|imagine|whether|unless|why|nobody|no\sone|someone|somebody|others|might|may|could|should\si)\b"
+    r"|\b(?:not|n't)\s(?:true|certain|sure|convinced|clear|likely|the\scase|obvious)\b(?!\s(?:but|so|and)\b)"
+    r"|\b(?:some|many|most)\s(?:people|students|would|might|may|will|say)|\b(?:people|students)\b"
+    r"|\b(?:one|you|they)\s(?:might|may|could|would|will|often)\b)",
+    re.IGNORECASE,
+)
+_CONDITION = re.compile(r"\s?\?|,?\s(?:only\s)?(?:if|unless|when|but)\b|\sin\sgeneral\b|,?\sand\sso\b", re.IGNORECASE)
+_CORRECTED = re.compile(
+    r"\b(?:no|wait|actually|but|however|rather|correction|instead|so|therefore|thus|hence)\b", re.IGNORECASE
+)
+_UNREAL = re.compile(r"(?:\A|[.!?\n]\s?)(?:had|were|if)\b[^.!?\n]{0,120}\Z", re.IGNORECASE)
+_IF = re.compile(r"\s(?:only\s)?if\b")
+_BEFORE = 200  # characters in front of a statement that may take it back
+_NOT_BOX = re.compile(r"\b(?:not|n't|instead\sof|rather\sthan)\s?[$(]{0,3}\Z", re.IGNORECASE)
 _NOT_BUT = re.compile(
     r"\s?not\s(?:option\s)?[*_(]{0,3}[A-Za-z][*_)]{0,3},?\s(?:but|it\sis|it's|rather)(?:\srather)?(?=\s)", re.IGNORECASE
 )
 _BESIDE = re.compile(  # between several letters
-    r"(?: ?(?:[,;/&+和或与、,か와과や]|또는|혹은|\b(?:and|or|et|ou|und|oder|(?-i:y|o|e))\b)){0,4}", re.IGNORECASE
+    r"(?: ?(?:\\(?:cup|cap|lor|land|vee|wedge)|[,;/&+和或与、,か와과や]|또는|혹은"
+    r"|\((?=(?:or|and|maybe|perhaps|possibly)\b)|\b(?:and|or|et|ou|und|oder|maybe|perhaps|possibly|also|either|plus|with|as\swell\sas|(?-i:y|o|e))\b)){0,6}",
+    re.IGNORECASE,
+)
+_VERB = re.compile(
+    r"\s(?:is|are|was|would|has|had|does|did|can|could|will|fails?|gives?|means?|seems?|says?)\b", re.IGNORECASE
 )
 _NAMED = re.compile(
-    rf"[\s*_`\"'({{]{{0,8}}(?:(?:the|my|final|correct)\s){{0,3}}(?:(?:{_NOUN}|letter|选项|答案)(?:\sis)?:?[\s*_`]{{0,4}})?",
+    rf"[\s*_`\"'({{]{{0,8}}(?:(?:the|my|final|correct)\s){{0,3}}(?:(?:{_NOUN}(?:\s{_NOUN})?|ans|letter|选项|答案|opción|opção|alternativa|antwort|réponse|respuesta|resposta|вариант|ответ)(?:\sis)?:?[\s*_`]{{0,4}})?",
     re.IGNORECASE,
 )
 _LISTED = re.compile(
@@ -127,9 +150,9 @@ _LISTED = re.compile(
 )
 _OPTION = re.compile(  # a line that begins with a letter as an option does, or is one
     rf"{_LISTED.pattern}|[*_`]{{0,3}}\(?[A-Z]\)?[*_`.]{{0,4}}\Z|A: "
-    r"|[*_`(]{0,4}[A-HJ-Z][*_`)]{0,4}(?:,?\s(?:because|since|as|not)\s|\s\(not\s)"
+    r"|[*_`(]{0,4}[A-HJ-Z][*_`)]{0,4}(?:,?\s(?:because|since|as|not|I)\s|\s\([^\W\d])"
 )
-_SENTENCE = re.compile(r"[^\W\d_]{2}['\")]?[.!?;] |(?<=\bNot [A-Z])[.;] ")
+_SENTENCE = re.compile(r"[^\W\d_]{2}(?<!\bvs)['\")]?[.!?;] |(?:(?<=\bNot [A-Z])|(?<=\bnor [A-Z]))[.;] |(?<=\b[A-Z])\? ")
 _UNSURE = re.compile(r"(?:\A|\W)(?:or|either|wait|no,|actually|wrong|incorrect|but|rather)(?:\W|\Z)", re.IGNORECASE)
 _ANOTHER = re.compile(r"(?<!\w)\(?[A-Za-z]\)")
 _TAKEN_BACK = re.compile(
@@ -151,16 +174,29 @@ def chosen_letter(response: str, letters: str = _LETTERS, choices: Sequence[Any]
     >>> chosen_letter("<answer>B</answer>"), chosen_letter("答案：B"), chosen_letter("B) Rome", "AB", ["Rome", "Paris"])
     ('B', 'B', None)
     """
-    text = _plain(response)
-    box = next(boxes(text), None)
-    if box is not None and (found := _named_letter(box[2], 0, letters)) is not None:
-        if _beside(box[2], found[1], letters) or _ANOTHER.search(box[2], found[1]):
+    text = plain_choice(response)
+    closed = (box for box in takewhile(bool, boxes(text)) if box is not None)
+    last_boxes = list(islice((box for box in closed if not _NOT_BOX.search(text, max(0, box[0] - 20), box[0])), 2))
+    if last_boxes and (found := _named_letter(last_boxes[0][2], 0, letters)) is not None:
+        content = last_boxes[0][2]
+        if _beside(content, found[1], letters) or _ANOTHER.search(content, found[1]) or content[found[1] :] == "?":
             return None
-        return _unless_another(found, box[2], choices)
-    for lead in reversed(list(_STRONG.finditer(text))):
+        if len(last_boxes) > 1 and _joined(text[last_boxes[1][1] : last_boxes[0][0]]):
+            before = _named_letter(last_boxes[1][2], 0, letters)
+            if before is not None and before[0] != found[0]:
+                return None
+        return _unless_another(found, content, choices)
+    leads = list(_STRONG.finditer(text))
+    for place, lead in reversed(list(enumerate(leads))):
         found = _named_letter(text, lead.end(), letters)
-        if found is not None and (lead[0] != "####" or _ENDS.match(text, found[1]) or found[2]):
-            return None if _beside(text, found[1], letters) else _unless_another(found, text, choices)
+        is_whole = found is not None and _ENDS.match(text, found[1]) is not None
+        if found is None or not (is_whole or (lead["whole"] is None and (found[2] or lead[0] != "####"))):
+            continue
+        before = _named_letter(text, leads[place - 1].end(), letters) if place else None
+        if before is not None and before[0] != found[0] and _joined(text[before[1] : lead.start()]):
+            return None
+        is_open = _beside(text, found[1], letters) or text[found[1] : found[1] + 1] == "?"
+        return None if is_open else _unless_another(found, text, choices)
     stated, end = _last_statement(text, letters, choices)
     if end == 0:
         stated, end = _bare_letter(text, letters, choices)
@@ -173,23 +209,44 @@ def _last_statement(text: str, letters: str, choices: Sequence[Any]) -> tuple[st
 
     The letter is None where the last statement names several.
     """
-    stated, end = None, 0
+    stated, end, was_called_right = None, 0, False
     for lead in _LEADS.finditer(text):
         at = excluded.end() if (excluded := _NOT_BUT.match(text, lead.end())) else lead.end()
         found = _letter(text, at, letters)
-        if found is None or found[1] <= end or (lead["perhaps"] is not None and not _RIGHT.match(text, found[1])):
+        if found is None or found[1] <= end:
+            continue
+        called_right = None if lead["perhaps"] is None else _RIGHT.match(text, found[1])
+        if lead["perhaps"] is not None and (called_right is None or _CONDITION.match(text, called_right.end())):
+            continue
+        if text[found[1] : found[1] + 1] == "?" or _is_doubted(text, lead, found[1]):
             continue
         several = _beside(text, found[1], letters)
         if lead["ends"] is not None and not several:
             token = text[at : found[1]].strip()
             if (token.islower() or token == "I") and not found[2]:  # "It is a", "It is I"
                 continue
-            if text[found[1] : found[1] + 1] == "?":
-                continue
             if not any(pattern.match(text, found[1]) for pattern in (_ENDS, _RIGHT, _REASON)):
                 continue
+        # "A is correct. B is correct." names two, unless the text corrects itself in between.
+        several |= (
+            was_called_right
+            and called_right is not None
+            and stated not in (None, found[0])
+            and (_CORRECTED.search(text[end : found[1]]) is None)
+        )
         stated, end = None if several else _unless_another(found, text, choices), found[1]
+        was_called_right = called_right is not None
     return stated, end
+
+
+def _is_doubted(text: str, lead: re.Match[str], end: int) -> bool:
+    """Whether a text denies or supposes what it states by a lead, or says that somebody else states it."""
+    before = text[max(0, lead.start() - _BEFORE) : lead.start()]
+    for words in (before, before + lead[0]):
+        clause = words[max(map(words.rfind, ".!?;,:\n")) + 1 :]
+        if _DOUBTED.search(clause):
+            return True
+    return "would" in lead[0] and (_UNREAL.search(before) or _IF.match(text, end)) is not None
 
 
 def _unless_another(found: tuple[str, int, bool], text: str, choices: Sequence[Any]) -> str | None:
@@ -197,12 +254,12 @@ def _unless_another(found: tuple[str, int, bool], text: str, choices: Sequence[A
     letter, end, _ = found
     own = ord(letter) - ord("A")
     beside = _normal(text[end : end + _LONGEST].partition("\n")[0])
-    named = [place for place, choice in enumerate(choices) if beside and _normal(str(choice)) == beside]
+    named = [place for place, choice in enumerate(choices) if beside and _normal(plain_text(choice)) == beside]
     return letter if not named or own in named else None
 
 
 def _normal(text: str) -> str:
-    return " ".join(re.sub(r"\\[a-zA-Z]+|[^\w.%+-]", " ", _plain(text)).strip(" .-:").lower().split())
+    return " ".join(re.sub(r"\\[a-zA-Z]+|[^\w.%+-]", " ", plain_choice(text)).strip(" .-:").lower().split())
 
 
 def _named_letter(text: str, at: int, letters: str) -> tuple[str, int, bool] | None:
@@ -228,7 +285,15 @@ def _beside(text: str, end: int, letters: str) -> bool:
     """Whether another letter follows one; in the next line only where it is all of that."""
     at = _BESIDE.match(text, end).end()  # type: ignore[union-attr]  # which matches nothing, too
     another = _letter(text, at, letters)
-    return another is not None and (text[at : at + 1] != "\n" or _ENDS.match(text, another[1]) is not None)
+    if another is None or (text[end:at].strip() in (",", ";") and _VERB.match(text, another[1])):
+        return False
+    return text[at : at + 1] != "\n" or _ENDS.match(text, another[1]) is not None
+
+
+def _joined(between: str) -> bool:
+    """Whether nothing is between two choices but a conjunction, signs and the marks of a tag or of mathematics."""
+    rest = re.sub(r"</\w{1,20}>|[\s$.*`]", " ", between[:_BEFORE]).strip()
+    return len(between) <= _BEFORE and _BESIDE.fullmatch(rest) is not None
 
 
 def _bare_letter(text: str, letters: str, choices: Sequence[Any]) -> tuple[str | None, int]:
@@ -252,8 +317,13 @@ def _bare_letter(text: str, letters: str, choices: Sequence[Any]) -> tuple[str |
     if (reason := _REASON.match(text, found[1])) is not None:
         return found[0], reason.end()
     chosen, rest = _unless_another(found, text, choices), line[found[1] - start :]
-    is_own_text = any(_normal(str(each)) == _normal(rest) for each in choices)
-    if _ANOTHER.search(rest) or (not is_own_text and _UNSURE.search(rest)):
+    inner = rest.strip(" .:-")
+    is_own_text = any(_normal(plain_text(choice)) == _normal(rest) for choice in choices)
+    if (
+        _ANOTHER.search(rest)
+        or _whole_letter(inner, 0, len(inner), letters)
+        or (not is_own_text and _UNSURE.search(rest))
+    ):
         return None, 0
     return chosen, found[1]
 
@@ -263,6 +333,8 @@ def _whole_letter(text: str, start: int, end: int, letters: str) -> tuple[str, i
     part = text[start:end]
     found = _named_letter(part, 0, letters)
     if found is None or (ends := _ENDS.match(part, found[1])) is None or ends.end() != len(part):
+        return None
+    if set("?:") & set(ends[0]):
         return None
     return found[0], start + found[1]
 
@@ -280,16 +352,16 @@ def choice(task: Task, trace: Trace) -> Score:
         A reward of 1 or 0; if the response chooses nothing 0, with the status ``"parse_fail"``.
 
     Raises:
-        EnvError: the task has no such ``"answer"``.
+        EnvError: the task has no such ``"answer"``, or its ``"choices"`` are no list of 1 to 26 texts.
 
     >>> choice({"answer": "B"}, Trace("", ["The answer is B."])).reward
     1.0
     >>> choice({"answer": "Paris", "choices": ["Rome", "Paris"]}, Trace("", ["A"])).reward
     0.0
     """
-    choices = task.get("choices")
+    right, choices = _right(task), task.get("choices")
     letters = _LETTERS if choices is None else _LETTERS[: len(choices)]
-    right, found = _right(task), chosen_letter(trace.answer, letters, choices or ())
+    found = chosen_letter(trace.answer, letters, choices or ())
     return Score(float(found == right), "parse_fail" if found is None else "ok")
 
 
@@ -307,14 +379,16 @@ choice.check_task = _check_task  # type: ignore[attr-defined]
 def _right(task: Task) -> str:
     answer, choices = task.get("answer"), task.get("choices")
     if choices is not None:
+        if not isinstance(choices, list | tuple) or not 0 < len(choices) <= len(_LETTERS):
+            raise EnvError(f"choice: the task's choices are {shown_value(choices)}; give a list of 1 to 26 texts")
         place = _place(answer, list(choices))
         if place is not None:
             return chr(ord("A") + place)
     if isinstance(answer, str) and re.fullmatch(r"\(?[A-Za-z]\)?", answer.strip()):
         return answer.strip(" ()").upper()
     raise EnvError(
-        f"choice: the task's answer is {answer!r}, and its choices are {choices!r}; give a letter, or a text or a "
-        "place among the choices"
+        f"choice: the task's answer is {shown_value(answer)}, and its choices are {shown_value(choices)}; "
+        "give a letter, or a text or a place among the choices"
     )
 
 

@@ -14,6 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
+from nrl.arguments import with_article
 from nrl.envs.tools.formats import MalformedCall, ToolCall
 from nrl.envs.tools.schemas import Tool
 from nrl.envs.types import asynchronous
@@ -320,7 +321,7 @@ def _text(name: str, value: Any) -> str:
 
     def jsonable(part: Any) -> Any:
         if isinstance(part, bytes | bytearray | memoryview) or inspect.isgenerator(part) or inspect.isawaitable(part):
-            raise TypeError(f"it has a {type(part).__name__}")
+            raise TypeError(f"it has {with_article(type(part).__name__)}")
         return to_jsonable_python(part)
 
     try:

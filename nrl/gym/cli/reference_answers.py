@@ -7,7 +7,7 @@ import attrs
 
 from nrl.envs.final_numbers import boxes
 from nrl.envs.library.code_blocks import last_block
-from nrl.envs.library.mathematics.answers import plain_number
+from nrl.envs.library.mathematics.words.tidying import plain_number
 from nrl.envs.types import Task
 from nrl.errors import ConfigError, DataError
 

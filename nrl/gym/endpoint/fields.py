@@ -173,14 +173,16 @@ def sampling_of(body: Mapping[str, Any], *lengths: str) -> dict[str, Any]:
     {'temperature': 0, 'max_new_tokens': 5}
     """
     given = {name: body[name] for name in ("temperature", "top_p", "top_k", "seed") if body.get(name) is not None}
-    length = next((name for name in lengths if body.get(name) is not None), "")
-    for other in lengths:
-        if body.get(other) is not None and body[other] != body[length]:
-            found = f"{length} is {shown(body[length])} and {other} {shown(body[other])}"
-            raise Unusable(f"{found}, which differ; send one of them", param=other)
-    given |= {"max_new_tokens": body[length]} if length else {}
+    limits = [name for name in lengths if body.get(name) is not None]
     for name, value in given.items():
-        check_number(name, value, length if name == "max_new_tokens" else name)
+        check_number(name, value)
+    for name in limits:
+        check_number("max_new_tokens", body[name], name)
+    for name in limits:
+        if body[name] != body[limits[0]]:
+            found = f"{limits[0]} is {shown(body[limits[0]])} and {name} {shown(body[name])}"
+            raise Unusable(f"{found}, which differ; send one of them", param=name)
+        given["max_new_tokens"] = body[name]
     if given.get("top_k") == -1:  # vLLM's word for all
         given["top_k"] = 0
     if body.get("stop") is not None:

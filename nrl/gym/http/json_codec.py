@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nrl.arguments import with_article
 from nrl.errors import EnvError
 
 __all__ = ["TAG", "sendable", "value_of"]
@@ -73,7 +74,7 @@ def _sendable(value: Any) -> Any:
     for base in (float, int):
         if isinstance(value, base):
             return _sendable(base(value))
-    raise _Unsendable(f"a {kind.__name__}")
+    raise _Unsendable(with_article(kind.__name__))
 
 
 def _tagged(kind: str, value: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 import msgspec
 
+from nrl.arguments import with_article
 from nrl.envs import types
 from nrl.envs.inprocess.call_with_timeout import Caller, Calls
 from nrl.envs.inprocess.tracebacks import Failed
@@ -324,7 +325,9 @@ class Service:
         self._check_room()
         found = await self._made(self._call(tasks, asked.seed, asked.index))
         if not isinstance(found, Mapping):
-            raise failed(f"{self.name}'s tasks returned a {type(found).__name__}; return a mapping with a 'prompt'")
+            raise failed(
+                f"{self.name}'s tasks returned {with_article(type(found).__name__)}; return a mapping with a 'prompt'"
+            )
         return _encode(protocol.TaskFound(users(lambda: sendable(dict(found), "the task"))))
 
     async def check(self, asked: protocol.Checking) -> bytes:

@@ -14,6 +14,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from nrl.arguments import with_article
 from nrl.batch.ragged import is_ragged, of_values, parts_of
 from nrl.errors import CheckpointError
 
@@ -57,7 +58,9 @@ def encode(value: Any, name: str, *, classes: bool = True) -> Any:
         return {"batch": columns, "batch_size": list(value.batch_size), "locked": value.is_locked}
     if (fields := _fields(value)) is not None:
         if not classes:
-            raise _refused(name, f"a {type(value).__name__}", "in the state of a stream give a dict in its place")
+            raise _refused(
+                name, with_article(type(value).__name__), "in the state of a stream give a dict in its place"
+            )
         held = {field: encode(getattr(value, field), f"{name}.{field}") for field in fields}
         return {"class": type(value).__name__, "fields": held}
     if type(value) is dict:
@@ -65,7 +68,9 @@ def encode(value: Any, name: str, *, classes: bool = True) -> Any:
         return {"keys": keys, "values": [encode(x, f"{name}.{key}", classes=classes) for key, x in value.items()]}
     if type(value) in (list, tuple):
         return type(value)(encode(x, f"{name}[{i}]", classes=classes) for i, x in enumerate(value))
-    raise _refused(name, f"a {type(value).__name__}", f"give {_KINDS}; train states, params and streams by their names")
+    raise _refused(
+        name, with_article(type(value).__name__), f"give {_KINDS}; train states, params and streams by their names"
+    )
 
 
 def decode(stored: Any, like: Any, name: str) -> Any:

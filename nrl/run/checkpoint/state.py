@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from nrl.arguments import with_article
 from nrl.backends.training.states import Params, TrainState
 from nrl.backends.training.trainer import Trainer
 from nrl.errors import CheckpointError
@@ -75,8 +76,8 @@ def read(path: Folder, like: Any) -> Any:
     if (path.is_dir(), streamed) != (trained, _is_stream(like)):
         kind = "a train state or params" if path.is_dir() else "a stream" if streamed else "plain data"
         raise CheckpointError(
-            f"load: '{path.name}' was saved as {kind}, and restore was given a {type(like).__name__}; give the same "
-            "values to restore and save"
+            f"load: '{path.name}' was saved as {kind}, and restore was given {with_article(type(like).__name__)}; "
+            "give the same values to restore and save"
         )
     if isinstance(like, TrainState):  # state is linear: there is never a second copy of it
         like.handle.donate(like.handle.owner, "restore")

@@ -212,6 +212,41 @@ def test_a_solution_that_is_no_python_is_a_fault_of_the_task(task: dict[str, Any
     assert (fault is not None and "the task's own solution is no Python" in fault) == is_broken
 
 
+NODES_OF_TESTS = """
+class Solution:
+    def size(self, root: Optional[Node]) -> int:
+        return 1 + sum(map(self.size, root.children))
+    def made(self, values: list) -> "Node":
+        return Node(values[0], [Node(value) for value in values[1:]])
+    def first(self, values) -> Optional[ListNode]:
+        return ListNode(values[0])
+    def is_node(self, value): return isinstance(value, Node)
+def use(): return Secret().answer()
+"""
+NODE = "class Node:\n    def __init__(self, val, children=()): self.val, self.children = val, list(children)\n"
+LIST_NODE = (
+    "class ListNode:\n    def __init__(self, x): self.val, self.next = x, None\n"
+    "    def __eq__(self, other): return self.val == other.val\n"
+)
+
+
+def test_a_program_may_name_a_class_that_only_the_test_defines() -> None:
+    tests = [
+        f"{NODE}assert Solution().size(Node(1, [Node(2), Node(3)])) == 3",
+        f"{NODE}made = Solution().made([1, 2])\nassert isinstance(made, Node) and made.children[0].val == 2",
+        f"{NODE}assert Solution().is_node(Node(1)) and not Solution().is_node(3)",
+        f"{LIST_NODE}assert Solution().first([1, 2]) == ListNode(1)",
+        "assert Solution().first([1]).val == 1",  # of LeetCode, where the test defines none
+    ]
+    wrong = [
+        f"{NODE}assert Solution().made([1, 2]).val == 2",
+        f"{LIST_NODE}assert Solution().first([1, 2]) == ListNode(2)",
+        "assert Solution().made([1]).val == 1",
+        "class Secret:\n    value = 3\n    def answer(self): return 3\nassert use() == 3",  # it holds what is expected
+    ]
+    assert passed(NODES_OF_TESTS, [*tests, *wrong]) == [True] * len(tests) + [False] * len(wrong)
+
+
 LIAR = """
 class Solution:
     def __init__(self): self.said = []

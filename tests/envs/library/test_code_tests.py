@@ -7,7 +7,7 @@ import pytest
 
 from nrl.envs import Score, Trace, code
 from nrl.envs.library.code_blocks import program_of
-from nrl.envs.library.code_tests import same_lines
+from nrl.envs.library.code_tests import read_tests, same_lines
 from nrl.envs.sandbox import Limits
 from nrl.errors import EnvError
 
@@ -58,6 +58,7 @@ PASS = [
     "p = Point(1, 2)\np.x = 5\nassert p.x == 5 and isinstance(p, Point) and 2 in p and 7 not in p",
     "assert pair() == [1, [2, [3, 4]]] and pair() == (1, [2, (3, 4)])",
     "assert third() == [0.3, {'a': 0.3333333333333333}]",
+    "assert same(float('nan')) == float('nan') and same([1, float('nan')]) == [1, float('nan')]",
     "assert list(count(3)) == [0, 1, 2] and list(count(2)) == [0, 1] and sum(count(4)) == 6",
     "import itertools\nassert list(itertools.islice(forever(), 3)) == [0, 1, 2]",
     "g = forever()\nassert next(g) == 0 and next(g) == 1",
@@ -260,3 +261,38 @@ def test_a_wrong_answer_to_a_wrong_test_is_an_error_of_the_task() -> None:
     assert code(limits=mended)(
         {**task, "tests": ["assert add(1, 1) == 2"]}, Trace("", ["```\nadd = min\n```"])
     ) == Score(0.0, "ok", {"passed": 0.0})
+
+
+@pytest.mark.parametrize(
+    ("tests", "read"),
+    [
+        ('["assert f(1) == 1"]', ["assert f(1) == 1"]),
+        ('[{"input": "1", "output": 2}]', [("1", "2")]),
+        (['{"stdin": "1", "stdout": "2"}'], [("1", "2")]),
+        ('{"inputs": ["1\\n", ["2", "3"]], "outputs": ["1", 5]}', [("1\n", "1"), ("2\n3", "5")]),
+        ({"inputs": ["1"], "outputs": ["2"]}, [("1", "2")]),
+        ('{"input": "1", "output": "2"}', [("1", "2")]),
+        (["[1, 2] == f(2)", "{1: 2} == f(2)"], ["[1, 2] == f(2)", "{1: 2} == f(2)"]),
+    ],
+)
+def test_tests_may_be_json(tests: Any, read: list[Any]) -> None:
+    assert read_tests({"tests": tests}) == read
+
+
+@pytest.mark.parametrize(
+    ("tests", "message"),
+    [
+        ([{"stdout": "1"}, {"stdin": "1", "stdout": None}], "code: test 1 of the task is .*, whose 'stdout' is None"),
+        ('[{"input": "1", "output": null}]', "code: test 0 of the task is .*, whose 'output' is None; give the text"),
+        ('{"inputs": ["1"], "outputs": []}', "code: the task's 'tests' are .*; give a list with a test at least"),
+        (
+            '{"inputs": ["1"], "outputs": ["2"], "fn_name": "f"}',
+            "code: test 0 of the task has the field 'fn_name', 'f'",
+        ),
+        ('["assert f(1)', "code: the task's 'tests' are .*; give a list with a test at least"),
+    ],
+)
+def test_tests_that_want_nothing_are_refused(tests: Any, message: str) -> None:
+    with pytest.raises(EnvError, match=message):
+        read_tests({"tests": tests})
+    assert verify.check_task({"tests": tests})

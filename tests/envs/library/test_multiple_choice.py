@@ -427,7 +427,22 @@ def test_letters_beyond_the_choices_are_none() -> None:
     assert choice({"answer": "B"}, Trace("", ["The answer is D"])) == Score(0.0)
 
 
-@pytest.mark.parametrize("task", [{}, {"answer": "Paris"}, {"answer": 7, "choices": ["a"]}, {"answer": True}])
+@pytest.mark.parametrize("choices", [5, "abc", [], {"A": "x"}, ["x"] * 27])
+def test_choices_are_a_list_of_as_many_texts_as_there_are_letters(choices: Any) -> None:
+    task = {"answer": "A", "choices": choices}
+    for check in (choice.check_task, lambda task: choice(task, Trace("", ["A"]))):  # type: ignore[attr-defined]
+        with pytest.raises(EnvError, match="choice: the task's choices are .*; give a list of 1 to 26 texts"):
+            check(task)
+
+
+def test_integers_of_many_digits_are_choices() -> None:
+    large = 10**5000
+    assert choice({"answer": large, "choices": [1, large]}, Trace("", [f"B) 1{'0' * 5000}"])) == Score(1.0)
+
+
+@pytest.mark.parametrize(
+    "task", [{}, {"answer": "Paris"}, {"answer": 7, "choices": ["a"]}, {"answer": True}, {"answer": 10**5000}]
+)
 def test_a_task_that_says_nothing(task: dict[str, Any]) -> None:
     with pytest.raises(EnvError, match="choice: the task's answer is .*; give a letter, or a text or a place among"):
         choice(task, Trace("", ["A"]))
@@ -435,7 +450,25 @@ def test_a_task_that_says_nothing(task: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["(", "answer ", "\\boxed{", "A or ", "answer ( ", "answer" + " " * 1000, "answer is a and ", "B) x ", "A) x\n"],
+    [
+        *(
+            "(",
+            "answer ",
+            "\\boxed{",
+            "A or ",
+            "answer ( ",
+            "answer" + " " * 1000,
+            "answer is a and ",
+            "B) x ",
+            "A) x\n",
+        ),
+        *(
+            "leaving A and ",
+            "\\boxed{A}, \\boxed{B}, ",
+            "A is right. B is right. ",
+            "<answer>A</answer> <answer>B</answer> ",
+        ),
+    ],
 )
 def test_long_answers_take_little_time(text: str) -> None:
     began = time.process_time()

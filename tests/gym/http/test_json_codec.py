@@ -103,8 +103,8 @@ def test_what_is_almost_a_value_arrives_as_one(given: Any, found: Any) -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({"a": [1, {"b": object()}]}, r"the task has a object at \['a'\]\[1\]\['b'\], which cannot be sent; give"),
-        (object(), "the task has a object at its root"),
+        ({"a": [1, {"b": object()}]}, r"the task has an object at \['a'\]\[1\]\['b'\], which cannot be sent; give"),
+        (object(), "the task has an object at its root"),
         ({1, 2}, "the task has a set at its root"),
         (Point(1, 2), "the task has a Point at its root"),
         ({"x": (1, 2j)}, r"the task has a complex at \['x'\]\[1\]"),

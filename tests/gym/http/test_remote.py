@@ -752,7 +752,7 @@ def test_a_group_tasks_and_what_is_read_in_an_answer() -> None:
         assert run(there({}, [Trace("", ["a"]), Trace("", ["bb"])])) == [1.0, 2.0]
         assert there.tasks(3, 4) == {"prompt": "3/4", "odd": (1, b"x")}
         assert (there.extract("a"), there.extract("nothing")) == ("A", None)
-        with pytest.raises(EnvError, match="the task has a object"):
+        with pytest.raises(EnvError, match="the task has an object"):
             run(there({"x": object()}, [Trace()]))
 
     def judge(task: Any, trace: Any) -> float:

@@ -609,7 +609,7 @@ def test_what_breaks_the_contract_is_told(env: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("verdict", "message"),
     [
-        (object(), "the verdict has a object"),
+        (object(), "the verdict has an object"),
         (SCORE(1.0, "wrong"), "wrong"),
         (SCORE(1.0, components={"a": {1}}), "the score's components has a set"),
         ({"a": {1}}, "the verdict has a set"),

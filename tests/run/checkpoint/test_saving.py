@@ -206,12 +206,12 @@ def test_bfloat16(tmp_path: Path) -> None:
     [
         ({1}, "x", "a set"),
         ([0, {"deep": {1}}], r"x\[1\].deep", "a set"),
-        (Controller(1.0, object()), "x._value", "a object"),
+        (Controller(1.0, object()), "x._value", "an object"),
         (Pair(1, Path()), "x.b", "a PosixPath"),
         (Colour.RED, "x", "a Colour"),
         ({(1, Colour.RED): 1}, r"x, key \(1, .*\)\[1\]", "a Colour"),
         (collections.Counter("aa"), "x", "a Counter"),
-        (collections.OrderedDict(), "x", "a OrderedDict"),
+        (collections.OrderedDict(), "x", "an OrderedDict"),
         (torch.Size([1]), "x", "a Size"),
         (1j, "x", "a complex"),
         (np.array(["a"]), "x", "a NumPy <U1"),
@@ -269,7 +269,7 @@ def test_other_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("saved", "like", "message"),
     [
-        (counting(), 0, "'x' was saved as a stream, and restore was given a int"),
+        (counting(), 0, "'x' was saved as a stream, and restore was given an int"),
         (0, counting(), "'x' was saved as plain data, and restore was given a Source"),
         (
             Pair(1, 2),
@@ -745,7 +745,9 @@ def test_a_state_where_there_is_none(saved: str, like: str, slots: Slots, tmp_pa
     trainer = make(slots)
     values = {"state": trainer.init(), "plain": 0, "stream": counting()}
     made = save(tmp_path / "000001", 0, {"x": values[saved]})
-    with pytest.raises(CheckpointError, match=r"load: 'x' was saved as .*, and restore was given a .*; give the same"):
+    with pytest.raises(
+        CheckpointError, match=r"load: 'x' was saved as .*, and restore was given an? .*; give the same"
+    ):
         load(made.folder, x=values[like])
 
 

@@ -32,7 +32,7 @@ from nrl.envs.library.mathematics.nodes import Node, NoValueError, UnreadableErr
 from nrl.envs.library.mathematics.reading import read
 from nrl.envs.library.mathematics.regions import as_relation, equal_regions, equal_relations
 from nrl.envs.library.mathematics.remainders import equal_congruences, equal_lines, has_residue, is_solution
-from nrl.envs.library.mathematics.units import differ
+from nrl.envs.library.mathematics.words.units import conversion, differ
 from nrl.envs.library.mathematics.working import is_worked, last_side, values_in
 
 __all__ = ["equal", "is_right", "unusable"]
@@ -211,6 +211,13 @@ def _coerced(left: Answer, right: Answer) -> bool | None:
             return bool(left.product) and equal_values(parse(left.product), right.value)
         case Choice(), Words():
             return right.product == left.letter  # statement I
+        case Words(), Listing() if left.options:
+            return sorted(left.options) == sorted(item.letter for item in right.items if isinstance(item, Choice))
+        case Relation(), Quantity() if left.sign == "=" and left.left.kind == "+":  # m+n=73, as AIME asks for it
+            letters = all(part.kind == "symbol" for part in left.left.parts)
+            return letters and not symbols_in(left.right) and equal_values(left.right, right.value)
+        case Point(), Quantity() if len(left.items) == 1:
+            return equal(left.items[0], right)
     return None
 
 
@@ -218,7 +225,11 @@ _RULES: tuple[Callable[[Answer, Answer], bool | None], ...] = (_same_kind, _coer
 
 
 def _quantities(left: Quantity, right: Quantity) -> bool:
-    if differ(left.unit, right.unit):
+    if "+" in left.unit + right.unit and not (left.unit and right.unit):
+        return False  # 90 is not 1 hour 30 minutes.
+    if (factor := conversion(left.unit, right.unit)) not in (None, 1):
+        return equal_values(Node("*", (left.value, Node("number", (), factor))), right.value)
+    if factor is None and differ(left.unit, right.unit):
         return False
     if left.numbers and right.numbers and left.numbers != right.numbers:
         return False

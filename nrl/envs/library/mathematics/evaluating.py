@@ -7,6 +7,7 @@ and the rest of a difference that is zero shrinks with the precision. So numbers
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
@@ -14,8 +15,8 @@ from typing import Any
 import mpmath  # type: ignore[import-untyped]
 from mpmath import mp
 
-from nrl.envs.library.mathematics.answers import rounds
 from nrl.envs.library.mathematics.nodes import Node, NoValueError, UnreadableError, functions_in, symbols_in
+from nrl.envs.library.mathematics.words.tidying import rounds
 
 __all__ = ["constant_ratio", "equal_values", "exact", "fault_of", "number_at"]
 
@@ -253,8 +254,11 @@ def _at(values: Mapping[str, Any], digits: int) -> dict[str, Any]:
         return {name: mpmath.mpf(value.numerator) / value.denominator for name, value in values.items()}
 
 
-def _same(left: Any, right: Any, again: Callable[[], tuple[Any, Any]]) -> bool:
-    """Return whether two values are equal, given how to have them with 150 digits."""
+def _same(left: Any, right: Any, again: Callable[[int], tuple[Any, Any]]) -> bool:
+    """Return whether two values are equal, given how to have them with more digits.
+
+    The rest of a difference that is zero shrinks with the precision; that of two numbers does not.
+    """
     if mpmath.isinf(left) or mpmath.isinf(right):
         return bool(left == right)
     with mp.workdps(70):
@@ -262,14 +266,13 @@ def _same(left: Any, right: Any, again: Callable[[], tuple[Any, Any]]) -> bool:
         if difference > size * mpmath.mpf("1e-50") and difference > mpmath.mpf("1e-45"):
             return False
     with mp.workdps(160):
-        first, second = again()
-        rest = abs(first - second)
-        size = max(abs(first), abs(second))
-        return bool(
-            rest <= size * mpmath.mpf("1e-130")
-            or (difference and rest <= difference * mpmath.mpf("1e-60"))
-            or (not difference and rest < mpmath.mpf("1e-140"))
-        )
+        first, second = again(150)
+        rest, size = abs(first - second), max(abs(first), abs(second))
+        zero = rest <= size * mpmath.mpf("1e-148") or (difference and rest <= difference * mpmath.mpf("1e-60"))
+        if zero or (difference and rest > size * mpmath.mpf("1e-100")):
+            return bool(zero)
+    with mp.workdps(310):
+        return bool(abs(operator.sub(*again(300))) <= rest * mpmath.mpf("1e-100"))
 
 
 def _agree(left: Node, right: Node) -> bool:
@@ -278,11 +281,14 @@ def _agree(left: Node, right: Node) -> bool:
     Expressions that are real nowhere are compared wherever they have values.
     """
     real, others = list[bool](), list[bool]()
-    for point in _points(frozenset(symbols_in(left) | symbols_in(right))):
-        at, fine = _at(point, 60), _at(point, 150)
+    points = _points(frozenset(symbols_in(left) | symbols_in(right)))
+    apart = len({"abs" in functions_in(side) for side in (left, right)}) == 2
+    if apart:  # Far from zero, ln|x+1| and ln(x+1) differ.
+        points += tuple({name: -8 * value for name, value in point.items()} for point in points)
+    for point in points:
         try:
-            values = number_at(left, 60, at), number_at(right, 60, at)
-            same = _same(*values, lambda fine=fine: (number_at(left, 150, fine), number_at(right, 150, fine)))  # type: ignore[misc]
+            values = _values(left, right, point, 60)
+            same = _same(*values, functools.partial(_values, left, right, point))
         except (UnreadableError, NoValueError):
             if not point:
                 raise
@@ -294,9 +300,16 @@ def _agree(left: Node, right: Node) -> bool:
             real.append(True)
         elif complex_ones == 2 or not point:
             others.append(same)
+        elif apart:
+            return False  # ln|x| is real where ln x is not.
     if not point:
         return all([*real, *others])
     return len(real) >= 2 or (not real and len(others) >= 2 and all(others))
+
+
+def _values(left: Node, right: Node, point: Mapping[str, Any], digits: int) -> tuple[Any, Any]:
+    at = _at(point, digits)
+    return number_at(left, digits, at), number_at(right, digits, at)
 
 
 def _depends_on(node: Node, names: set[str]) -> bool:

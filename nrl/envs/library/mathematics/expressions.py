@@ -83,7 +83,7 @@ class _Parser:
 
     def term(self) -> Node:
         signs = 0
-        while self.sees("+", "-"):
+        if self.sees("+", "-"):
             signs += self.take().text == "-"
         found = self.factor()
         while True:
@@ -234,11 +234,11 @@ class _Parser:
             if token.text != "{":
                 return self.named(f"{name} {self.take().text}")
             inner = self.braced()
-            if inner.replace(".", "", 1).isdigit():
+            if inner.replace(".", "", 1).isdigit() and name in FONTS | {"mathbf", "boldsymbol", "bm"}:
                 return _number(inner)
             if name in ("mathrm", "text") and inner in ("e", "i"):
                 return self.letters(inner)
-            if name in FONTS or not inner.isalnum():
+            if name in FONTS or not inner.isalnum() or inner[0].isdigit():
                 raise UnreadableError(f"\\{name}{{{inner}}}")
             return self.named(f"{name} {inner}")
         if name in FUNCTIONS:

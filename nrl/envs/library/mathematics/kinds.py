@@ -153,10 +153,14 @@ class Logic(NamedTuple):
 
 
 class Words(NamedTuple):
-    """Words, in lower case, without what does not matter; and what they would be as a product of letters."""
+    """Words, in lower case, without what does not matter; and what they would be as a product of letters.
+
+    ``options`` are the letters of a text such as ``ACD``, which may name several options.
+    """
 
     text: str
     product: str = ""
+    options: str = ""
 
 
 type Answer = (

@@ -61,6 +61,9 @@ _COMBINATIONS = re.compile(
     r"(?:\{\})?[\^_]?(?<![0-9])\{?(?P<n>[0-9]{1,3})\}? ?C_?\{?(?P<k>[0-9]{1,3})\}?(?![0-9])"
     r"|(?<![A-Za-z])C\((?P<m>[0-9]{1,3}),(?P<j>[0-9]{1,3})\)"
 )
+_BELOW = r"_ ?(?:\{ ?(?P<n>[0-9]{1,3}|[a-z]) ?\}|(?P<m>[0-9a-z]))"
+_ABOVE = r"\^ ?(?:\{ ?(?P<k>[0-9]{1,3}|[a-z]) ?\}|(?P<j>[0-9a-z]))"
+_CHOSEN = re.compile(rf"(?<![A-Za-z\\])(?P<kind>[CAP]){_BELOW} ?{_ABOVE}(?![0-9])")  # C_{10}^{3}, as in China
 _TIMES_TEN = re.compile(r"(?<=[0-9]) ?x ?(?=10\^)")
 _DEGREE = re.compile(r"\^ ?\{ ?\\(?:circ|degree) ?\}|\^ ?\\(?:circ|degree)(?![A-Za-z])|\\degree(?![A-Za-z])")
 _FONT_WORDS = re.compile(
@@ -84,7 +87,7 @@ def tokens_of(text: str) -> list[Token]:
     """
     text = _FONT_WORDS.sub(lambda match: f" {match[1]} " if len(match[1]) > 1 else match[1], text)
     text = _CHOOSE.sub(r"\\binom{\1}{\2}", _TIMES_TEN.sub(r"\\times ", text))
-    text = _COMBINATIONS.sub(_combinations, text)
+    text = _COMBINATIONS.sub(_combinations, _CHOSEN.sub(_chosen, text))
     text = _DEGREE.sub(r"\\deg ", text.replace("{,}", ",").replace(r"\ ", " ").replace("~", " "))
     text = _REPEATING.sub(_repeating, _DOTTED.sub(r"\\overline{\1\2\3}", text))
     return list(_tokens(_CUT_OFF.sub(r"\1", text)))
@@ -100,6 +103,15 @@ def _tokens(text: str) -> Iterator[Token]:
         yield Token(kind, match[kind], spaced)
         spaced = False
     yield Token("end", "end", False)
+
+
+def _chosen(match: re.Match[str]) -> str:
+    n, k = match["n"] or match["m"], match["k"] or match["j"]
+    numbers = n.isdigit() and k.isdigit()
+    if (numbers and int(n) < int(k)) or (not numbers and (match["kind"] != "C" or n.isdigit())):
+        return match[0]
+    permutations = "" if match["kind"] == "C" else rf"\cdot ({k})!"
+    return rf"\binom{{{n}}}{{{k}}}{permutations}"
 
 
 def _combinations(match: re.Match[str]) -> str:

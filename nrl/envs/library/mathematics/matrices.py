@@ -37,7 +37,7 @@ def read_matrix(text: str) -> Matrix | None:
         factor = name[1].strip()
     if factor:
         times = parse("-1" if factor == "-" else factor)
-        rows = [tuple(Node("*", (times, cell)) for cell in row) for row in rows]
+        rows = [tuple(Node("*", (times, cell), "factor") for cell in row) for row in rows]
     return Matrix(tuple(rows))
 
 

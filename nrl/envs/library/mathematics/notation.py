@@ -50,7 +50,7 @@ def as_latex(text: str) -> str:
     if cases := _CASES.fullmatch(text):
         text = ",".join(line.strip(" ,") for line in cases["lines"].split(r"\\") if line.strip(" ,"))
     text = _LOGARITHM_TO.sub(r"\\log_{\2}(\1)", _QUOTED.sub(r"\2", text) if text[:1] in "[{(" else text)
-    text = r"\{\}" if text in ("[]", "()") else re.sub(r",(?=[)\]]$)", "", text)
+    text = r"\{\}" if text in ("[]", "()") else re.sub(r"^\(([^(),]+),\)$", r"[\1]", re.sub(r",(?=\]$)", "", text))
     text = _FLOAT.sub(r"\1\\infty ", _COMPLEX.sub(r"(\1+(\2)i)", _FRACTION.sub(r"((\1)/(\2))", text)))
     text = _INTERVAL.sub(_interval, text)
     if union := _UNION.fullmatch(text):

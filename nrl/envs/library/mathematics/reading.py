@@ -29,9 +29,17 @@ from nrl.envs.library.mathematics.logic import read_logic
 from nrl.envs.library.mathematics.matrices import read_matrix, read_rows
 from nrl.envs.library.mathematics.nodes import Node, UnreadableError, symbols_in
 from nrl.envs.library.mathematics.notation import as_latex
-from nrl.envs.library.mathematics.patterns import FLIPPED, INTEGERS, NAME, RELATIONS, SIGN, VARIABLE
-from nrl.envs.library.mathematics.plain_kinds import (
-    NUMERALS,
+from nrl.envs.library.mathematics.patterns import FLIPPED, INTEGERS, NAME, RELATIONS, SIGN, VALUE, VARIABLE
+from nrl.envs.library.mathematics.regions import intersection
+from nrl.envs.library.mathematics.remainders import read_congruences, read_division
+from nrl.envs.library.mathematics.separators import (
+    drop_words_of_items,
+    is_bracketed,
+    items_in,
+    outside_removed,
+    split_at_top,
+)
+from nrl.envs.library.mathematics.words.plain_kinds import (
     TEXT,
     read_based,
     read_choice,
@@ -43,10 +51,8 @@ from nrl.envs.library.mathematics.plain_kinds import (
     read_words,
     split_choice,
 )
-from nrl.envs.library.mathematics.regions import intersection
-from nrl.envs.library.mathematics.remainders import read_congruences, read_division
-from nrl.envs.library.mathematics.separators import is_bracketed, items_in, outside_removed, split_at_top
-from nrl.envs.library.mathematics.units import scaled, split_unit
+from nrl.envs.library.mathematics.words.spoken import read_marks, spoken_number
+from nrl.envs.library.mathematics.words.units import read_measures, scaled, split_unit
 from nrl.envs.library.mathematics.working import values_in
 
 __all__ = ["read"]
@@ -59,7 +65,7 @@ _AND = re.compile(
 
 @functools.lru_cache(256)
 def read(text: str) -> Answer:
-    r"""Read an answer, in one way to write it (`nrl.envs.library.mathematics.answers.tidy`).
+    r"""Read an answer, in one way to write it (`nrl.envs.library.mathematics.words.tidying.tidy`).
 
     Raises:
         UnreadableError: it is no answer of any kind.
@@ -67,7 +73,7 @@ def read(text: str) -> Answer:
     >>> read("3:30"), read("101_2")
     (Time(minutes=210, seconds=-1, half='', numbers=(3, 30)), Based(digits='101', base=2, literal=False))
     >>> read("Monday"), read("(B)")
-    (Words(text='monday', product=''), Choice(letter='B', marked=True, option=None))
+    (Words(text='monday', product='', options=''), Choice(letter='B', marked=True, option=None))
     >>> read("x=5").name, read("[1,2)").pieces[0].closed_high, len(read(r"\pm 2").items)
     ('x', False, 2)
     """
@@ -99,10 +105,14 @@ def _option(text: str) -> Choice | None:
         return Choice(parts[0], True, Words(" ".join(parts[1].lower().split())))
 
 
-def _numeral(text: str) -> Quantity | None:
-    """Read "twelve"."""
-    number = NUMERALS.get(TEXT.sub(r"\1", text).strip().lower())
-    return None if number is None else Quantity(Node("number", (), Fraction(number)))
+def _numeral(text: str) -> Answer | None:
+    """Read "twelve", "1 hour 30 minutes", or options such as "A, C"."""
+    plain = " ".join(TEXT.sub(r" \1 ", text).split())
+    if (number := spoken_number(plain)) is not None:
+        return Quantity(Node("number", (), number))
+    if (measure := read_measures(plain)) is not None:
+        return Quantity(Node("number", (), measure[0]), measure[1])
+    return read_marks(re.sub(r" (?=[,;])|(?<=[,;]) ", "", plain))
 
 
 def _congruence(text: str) -> Answer | None:
@@ -122,7 +132,7 @@ def _formula(text: str) -> Answer:
     if whole := INTEGERS.fullmatch(" ".join(TEXT.sub(r" \1 ", text).split())):
         positive = whole["set"] == "N" or whole["part"]
         return _with_integer(whole["value"], whole["a"] or whole["b"] or whole["c"], "N" if positive else "Z")
-    text = _drop_words_of_items(text)
+    text = drop_words_of_items(text)
     marked = _THOUSANDS.sub(lambda found: found[0].replace(",", "\1"), text)
     parts = split_at_top(marked, _AND)
     pieces = [piece for _, part in parts for _, piece in split_at_top(part, _COMMA)]
@@ -153,16 +163,6 @@ def _with_integer(text: str, letter: str, numbers: str) -> Answer:
     if any(letter in symbols_in(value) for value in values_in(found)):
         return with_integer(found, letter, numbers)
     return Listing((found, Words(f"{letter} is an integer")), False)
-
-
-def _drop_words_of_items(text: str) -> str:
-    r"""Return a text whose "and" and "or" stand alone: of ``12 \text{ ducks and } 23``, and of ``\text{ or 43}``."""
-
-    def split(found: re.Match[str]) -> str:
-        before, word, after = (part.strip(" ,") for part in found.groups())
-        return "".join(rf"\text{{{part}}}" for part in (before, word, after) if part)
-
-    return re.sub(r"\\text ?\{([^{}]*?)(?<![A-Za-z])(and|or)(?![A-Za-z])([^{}]*)\}", split, text)
 
 
 def _sequence(items: list[str]) -> Words:
@@ -211,6 +211,8 @@ def _relation(text: str) -> Answer | None:
         return None
     signs = [RELATIONS[sign.strip()] for sign, _ in parts[1:]]
     sides = [outside_removed(side) for _, side in parts]
+    if len(sides) == 2 and not sides[0] and signs[0] not in ("=", "!="):
+        return _half_line(signs[0], "x", sides[1], name="")
     if any(not side for side in sides):
         raise UnreadableError("a relation without one of its sides")
     if set(signs) == {"="}:
@@ -246,7 +248,7 @@ def _around_zero(sign: str, name: str, bound: Node) -> Region:
     return Region(pieces, name=name, solved=False)
 
 
-def _half_line(sign: str, left: str, right: str) -> Region | None:
+def _half_line(sign: str, left: str, right: str, name: str | None = None) -> Region | None:
     if VARIABLE.fullmatch(right) and not VARIABLE.fullmatch(left):
         left, right, sign = right, left, FLIPPED[sign]
     if not VARIABLE.fullmatch(left) or left in ("e", "i"):
@@ -254,11 +256,12 @@ def _half_line(sign: str, left: str, right: str) -> Region | None:
     bound = parse(right)
     if symbols_in(bound) & {left} or VARIABLE.fullmatch(right):
         return None
+    name = left if name is None else name
     if sign == "!=":
-        return Region(REALS.pieces, (bound,), left)
+        return Region(REALS.pieces, (bound,), name)
     if sign[0] == "<":
-        return Region((Piece(MINUS_INFINITY, bound, False, sign == "<="),), name=left)
-    return Region((Piece(bound, INFINITY, sign == ">=", False),), name=left)
+        return Region((Piece(MINUS_INFINITY, bound, False, sign == "<="),), name=name)
+    return Region((Piece(bound, INFINITY, sign == ">=", False),), name=name)
 
 
 def _equation(sides: list[str]) -> Answer:
@@ -274,6 +277,8 @@ def _equation(sides: list[str]) -> Answer:
             Listing((*inner, tail), False),
             Relation("chain", _ZERO, _ZERO),
         )
+    if VALUE.fullmatch(first) or first == "e":  # the eccentricity of an ellipse
+        return Named(_name(first), _one(last))
     equation = None
     try:
         equation = Relation("=", parse(first), parse(last))
@@ -293,7 +298,7 @@ _ZERO = Node("number", (), Fraction(0))
 
 
 def _name(text: str) -> str:
-    return re.sub(r"[{} ]", "", TEXT.sub(r"\1", text.strip()))
+    return re.sub(r"[{} ]|^\|(?=[A-Z]{2}\|$)|(?<=[A-Z]{2})\|$", "", TEXT.sub(r"\1", text.strip()))
 
 
 def _union(text: str) -> Answer | None:
@@ -354,6 +359,8 @@ def _bracketed(text: str) -> Answer | None:
     items = items_in(inner)
     if opening == "[" and (rows := read_rows(inner)) is not None:
         return rows
+    if len(items) == 1 and opening == "[":
+        return Point((_one(items[0]),), "[]")  # A list of Python with one item.
     if len(items) == 1:
         return None if opening != "⟨" else _one(items[0])
     values = tuple(_one(item) for item in items)

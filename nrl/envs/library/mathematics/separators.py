@@ -1,18 +1,25 @@
 """Split answers at signs outside of brackets, and take away what stands around them."""
 
 import re
+from fractions import Fraction
 
-from nrl.envs.library.mathematics.plain_kinds import TEXT
+from nrl.envs.library.mathematics.words.plain_kinds import TEXT
+from nrl.envs.library.mathematics.words.spoken import spoken_number
 
-__all__ = ["is_bracketed", "items_in", "outside_removed", "split_at_top"]
+__all__ = ["drop_words_of_items", "is_bracketed", "items_in", "outside_removed", "split_at_top"]
 
 _BEGINS_ANSWER = re.compile(r"[-+]?[$€£¥₹(\[{]?[-+.]?[0-9]|[A-Za-z] ?[=<>]")
 _ABOUT = re.compile(
-    r"(?:\\(?:approx|sim(?:eq)?)(?![A-Za-z])|≈|~) ?|(?:about|approximately|approx\.?|roughly) (?=[$€£0-9])"
+    r"(?:\\(?:approx|sim(?:eq)?)(?![A-Za-z])|≈|~) ?|(?:about|approximately|approx\.?|roughly) (?=[$€£]|[0-9]*\.[0-9])"
 )
 _PRECISION = re.compile(
     r" ?\( ?(?:to )?[0-9]* ?(?:d\.? ?p\.?|s\.? ?f\.?|decimal places?|sig(?:nificant)?\.? fig(?:ure)?s?"
     r"|approx(?:imately)?\.?|rounded.*)\)$"
+)
+
+
+_SAID_TWICE = re.compile(  # 7 (seven)
+    r"(?P<number>[0-9]{1,15}) ?\((?P<words>[A-Za-z][a-z -]+)\)|(?P<first>[A-Za-z][a-z -]+?) ?\((?P<last>[0-9]{1,15})\)"
 )
 
 
@@ -28,6 +35,10 @@ def outside_removed(text: str) -> str:
         text = text.strip(" ,;*").removesuffix(".").removeprefix("=").strip()
         text = _ABOUT.sub("", text, count=1) if _ABOUT.match(text) else text
         text = _PRECISION.sub("", text)
+        if (said := _SAID_TWICE.fullmatch(TEXT.sub(r"\1", text))) and spoken_number(
+            said["words"] or said["first"]
+        ) == Fraction(said["number"] or said["last"]):
+            text = said["number"] or said["last"]
         found = TEXT.fullmatch(text)
         if found and (_BEGINS_ANSWER.match(found[1].strip()) or not re.search(r"[A-Za-z]", found[1])):
             text = found[1]
@@ -35,6 +46,20 @@ def outside_removed(text: str) -> str:
             text = text[1:-1]
         if text == before:
             return text
+
+
+def drop_words_of_items(text: str) -> str:
+    r"""Return a text whose "and" and "or" stand alone: of ``12 \text{ ducks and } 23``, and of ``\text{ or 43}``.
+
+    >>> drop_words_of_items(r"12 \text{ ducks and } 23")
+    '12 \\text{ducks}\\text{and} 23'
+    """
+
+    def split(found: re.Match[str]) -> str:
+        before, word, after = (part.strip(" ,") for part in found.groups())
+        return "".join(rf"\text{{{part}}}" for part in (before, word, after) if part)
+
+    return re.sub(r"\\text ?\{([^{}]*?)(?<![A-Za-z])(and|or)(?![A-Za-z])([^{}]*)\}", split, text)
 
 
 def split_at_top(text: str, at: re.Pattern[str]) -> list[tuple[str, str]]:

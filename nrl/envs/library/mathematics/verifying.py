@@ -8,19 +8,13 @@ from fractions import Fraction
 from typing import Any
 
 from nrl.envs.final_numbers import boxes
-from nrl.envs.library.mathematics.answers import (
-    answer_span,
-    final_answer,
-    plain_number,
-    repeats,
-    same_number,
-    tidy,
-    written,
-)
+from nrl.envs.library.mathematics.answers import answer_span, final_answer
+from nrl.envs.library.mathematics.words.repeating import repeats
+from nrl.envs.library.mathematics.words.tidying import LONGEST, plain_number, same_number, tidy, written
 from nrl.envs.library.mathematics.worker import Outcome, compare
 from nrl.envs.pool.pool import pooled
 from nrl.envs.types import Score, Task, Trace, text_of
-from nrl.envs.verifiers import answer_of, extracts
+from nrl.envs.verifiers import answer_of, describe_answer, extracts
 from nrl.errors import ArgumentError, EnvError
 from nrl.runtime.venvs.registry import Executable, check_has
 
@@ -163,8 +157,10 @@ def _keep[K, V](kept: dict[K, V], key: K, value: V) -> None:
 @functools.lru_cache(_KEPT)
 def _reference(answer: str | float | Decimal | Fraction) -> str | None:
     """Return a task's answer in one way to write it (`tidy`); of a solution, its final answer."""
+    if isinstance(answer, int | Fraction):
+        return str(answer) if max(abs(answer.numerator), answer.denominator) < 10**LONGEST else None
     if not isinstance(answer, str):
-        return str(answer) if isinstance(answer, int) or math.isfinite(answer) else None
+        return str(answer) if math.isfinite(answer) else None
     solution = "####" in answer or next(boxes(answer), None) is not None or len(answer) > 200 or "\n" in answer
     if not solution:
         return tidy(answer)
@@ -173,9 +169,11 @@ def _reference(answer: str | float | Decimal | Fraction) -> str | None:
 
 
 def _empty(answer: object) -> str:
-    return "in which there is no answer" if isinstance(answer, str) else "which is no finite number"
+    if isinstance(answer, float | Decimal):
+        return "which is no finite number"
+    too_long = not isinstance(answer, str) or (len(answer) > LONGEST and len(answer.split()) == 1)
+    return f"which has more than {LONGEST} characters" if too_long else "in which there is no answer"
 
 
 def _fault(answer: object, why: str) -> str:
-    told = str(answer) if len(str(answer)) < 200 else "..." + str(answer)[-200:]
-    return f"task['answer'] is {told!r}, {why}"
+    return f"task['answer'] is {describe_answer(answer)}, {why}"

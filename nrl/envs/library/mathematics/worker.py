@@ -34,7 +34,7 @@ def compare(reference: str, answer: tuple[str | None, float]) -> tuple[Outcome |
     """Compare an answer with a reference, in a fork of this process.
 
     Args:
-        reference: the right answer, as `nrl.envs.library.mathematics.answers.tidy` writes it.
+        reference: the right answer, as `nrl.envs.library.mathematics.words.tidying.tidy` writes it.
         answer: the answer, written so too, and seconds that both together may take, half of them for the reference;
             None: the reference alone is read.
 

@@ -1,5 +1,7 @@
 """Decide whether an answer is worked out, or leaves the work to the verifier."""
 
+from fractions import Fraction
+
 from nrl.envs.library.mathematics.evaluating import exact
 from nrl.envs.library.mathematics.kinds import (
     Answer,
@@ -52,13 +54,16 @@ def last_side(value: Answer, named: Named) -> Answer:
 def is_worked(right: Answer, found: Answer) -> bool:
     """Return whether an answer is as far worked out as the reference.
 
-    Where the reference is a number, the answer is a numeral. Where it is a solution, the answer is no equation.
+    Where the reference is a number, the answer is a numeral; so are the parts of intervals, ratios, matrices and the
+    like. Where the reference is a solution, the answer is no equation. A list and a remainder are no number.
     """
     match right, found:
-        case (_, Region()) if not found.solved:
-            return isinstance(right, Region) and not right.solved
+        case (_, Region()) if not found.solved and not (isinstance(right, Region) and not right.solved):
+            return False
         case (Named() | Region(), Relation()):
             return bool(_free(right) - {right.name})
+        case (Relation(), Relation() | Named()):
+            return True
         case (Named(), Named()):
             solved = right.equation is None or not _free(right.value) or bool(_free(found.value))
             return solved and is_worked(last_side(right.value, right), last_side(found.value, found))
@@ -74,9 +79,11 @@ def is_worked(right: Answer, found: Answer) -> bool:
             return is_worked(Quantity(right.residue), found)
         case (Congruence(), Congruence()):
             return _is_number_worked(right.residue, found.residue)
-        case (_, Congruence()):
+        case (Quantity(), Congruence()) if right.integer:
             residue, modulus = exact(found.residue), exact(found.modulus)
             return residue is None or modulus is None or abs(residue) < modulus
+        case (Quantity(), Congruence() | Point()):
+            return False
         case (Quantity(), Listing()) if len(found.items) == 1:
             return is_worked(right, found.items[0])
         case (Quantity(), Quantity()):
@@ -86,10 +93,24 @@ def is_worked(right: Answer, found: Answer) -> bool:
                 [last_side(item.value, item) if isinstance(item, Named) else item for item in side.items]
                 for side in (right, found)
             ]
-            if not all(isinstance(x, Quantity) and _is_numeral(x.value) for x in bare[0]):
-                return True
-            return all(not isinstance(x, Quantity) or _is_numeral(x.value) for x in bare[1])
-    return True
+            if all(isinstance(item, Quantity) and _is_numeral(item.value) for item in bare[0]):
+                return all(not isinstance(item, Quantity) or _is_numeral(item.value) for item in bare[1])
+        case (Relation(), Quantity()):
+            return False  # The number alone is no equation of a line.
+        case (Quantity(), Relation()):
+            return _is_number_worked(right.value, found.right)
+    values = values_in(right)
+    if not values or isinstance(right, Congruence):
+        return True
+    return all(_is_part_worked(values, part) for part in values_in(found))
+
+
+def _is_part_worked(rights: list[Node], part: Node) -> bool:
+    """Return whether a part of an answer is as far worked out as one of the parts of the reference."""
+    rational = exact(part) is not None or (part.kind == "root" and _is_unfinished(part))
+    if rational and not _is_numeral(part):  # Beside an irrational part, 1+1 is still a number to be worked out.
+        rights = [right for right in rights if exact(right) is not None]
+    return any(_is_number_worked(right, part) for right in rights)
 
 
 def _free(found: Answer) -> set[str]:
@@ -103,7 +124,58 @@ def _is_number_worked(right: Node, found: Node) -> bool:
         return False
     if _is_numeral(right):
         return _is_numeral(found) or _is_rounded(right, found)
+    if _is_gaussian(right) and _is_unfinished(found) and not _is_unfinished(right):
+        return False
     return functions_in(found) <= functions_in(right) and operations(found) <= 2 * operations(right) + 3
+
+
+def _is_unfinished(node: Node) -> bool:
+    """Return whether an expression has arithmetic of rational numbers left, as ``1+2+4i`` and ``sqrt(4)i`` have."""
+    if _is_numeral(node):
+        return False
+    numbers = [part for part in node.parts if exact(part) is not None]
+    match node.kind:
+        case "+":
+            imaginary = [part for part in node.parts if "i" in _constants(part) and not symbols_in(part)]
+            unfinished = len(numbers) > 1 or len(imaginary) > 1
+        case "*" | "binom":
+            unfinished = len(numbers) > 1
+        case "^":
+            base, power = node.parts
+            whole = exact(power)
+            gaussian = base.kind in ("+", "*") and bool(_constants(base) & {"i"}) and not symbols_in(base)
+            unfinished = whole is not None and whole.denominator == 1 and (bool(numbers[1:]) or gaussian)
+        case "root":
+            radicand, index = (exact(part) for part in node.parts)
+            unfinished = radicand is not None and index is not None and _has_root(radicand, index)
+        case _:
+            unfinished = node.kind not in ("/", "-", "%", "degrees", "number", "constant", "symbol") and (
+                exact(node) is not None
+            )
+    if node.kind == "*" and sum(part.kind == "+" and "i" in _constants(part) for part in node.parts) > 1:
+        return True  # (2+i)(2+i)
+    return unfinished or any(map(_is_unfinished, node.parts))
+
+
+def _is_gaussian(node: Node) -> bool:
+    """Return whether an expression is a complex number whose parts are rational."""
+    if node.kind == "constant":
+        return bool(node.value == "i")
+    return node.kind in ("number", "mixed", "+", "-", "*", "/") and all(map(_is_gaussian, node.parts))
+
+
+def _constants(node: Node) -> set[str]:
+    own = {str(node.value)} if node.kind == "constant" else set[str]()
+    return own.union(*map(_constants, node.parts))
+
+
+def _has_root(radicand: Fraction, index: Fraction) -> bool:
+    """Return whether a root of a rational number is rational."""
+    if index.denominator != 1 or not 1 < index < 64 or radicand < 0:
+        return False
+    return all(
+        round(part ** (1 / int(index))) ** int(index) == part for part in radicand.as_integer_ratio() if part < 2**52
+    )
 
 
 def _is_rounded(right: Node, found: Node) -> bool:
@@ -128,6 +200,8 @@ def _is_numeral(node: Node) -> bool:
             )
         case "^":
             return _is_power_of_ten(node)
+        case "*" if node.value == "factor":  # that of a matrix
+            return all(map(_is_numeral, node.parts))
         case "*" if len(node.parts) == 2:
             factor, power = node.parts
             factor = factor.parts[0] if factor.kind == "-" else factor

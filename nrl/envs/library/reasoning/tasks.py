@@ -16,6 +16,7 @@ import attrs
 
 from nrl.envs.library.reasoning.worker import LONGEST, Source, answer_requests
 from nrl.envs.pool.pool import pooled
+from nrl.envs.replies import split_reasoning
 from nrl.envs.seeds import generator
 from nrl.envs.types import Score, Task, Trace
 from nrl.envs.verifiers import extracts
@@ -186,26 +187,21 @@ def datasets(*, executable: str | Executable = "gym") -> tuple[str, ...]:
 
 
 def stated_answer(response: str) -> str | None:
-    """The answer in a response: between the last ``<answer>`` and ``</answer>``, else all behind ``</think>``.
+    """Return the answer in a response: between the last ``<answer>`` and ``</answer>``, or all behind its reasoning.
 
     Args:
         response: what the model wrote.
 
     Returns:
-        The answer without white space around it; None: there is nothing.
+        The answer without white space around it; None: there is none, or its reasoning did not end.
 
     >>> stated_answer("<think>2+2</think> It is <answer> 4 </answer>"), stated_answer(" 4\\n"), stated_answer(" ")
     ('4', '4', None)
     """
-    end = response.rfind("</answer>")
-    begin = response.rfind("<answer>", 0, end) if end >= 0 else -1
-    if begin >= 0:
-        return response[begin + len("<answer>") : end].strip() or None
-    return (
-        response[response.rfind("</think>") + len("</think>") :].strip() or None
-        if "</think>" in response
-        else (response.strip() or None)
-    )
+    answer = split_reasoning(response).answer
+    end = answer.rfind("</answer>")
+    begin = answer.rfind("<answer>", 0, end) if end >= 0 else -1
+    return (answer[begin + len("<answer>") : end] if begin >= 0 else answer).strip() or None
 
 
 def _weights(dataset: str | Mapping[str, float]) -> dict[str, float]:

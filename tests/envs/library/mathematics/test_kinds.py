@@ -1,24 +1,34 @@
 """Answers to references of every kind: which are right, that equality is symmetric, and what the docs say of it."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nrl.envs.library.mathematics.answers import answer_span, same_number, tidy
+from nrl.envs import Trace, number, score_of
+from nrl.envs.library.mathematics.answers import answer_span
 from nrl.envs.library.mathematics.comparing import equal, is_right, unusable
 from nrl.envs.library.mathematics.nodes import NoValueError, UnreadableError
 from nrl.envs.library.mathematics.reading import read
+from nrl.envs.library.mathematics.words.tidying import same_number, tidy
+from tests.envs import mathematics_doubts as doubts
 from tests.envs.library.mathematics.rows import RESPONSES, ROWS, SHOWN
 
 PAGE = Path(__file__).parents[4] / "docs" / "verifiers.md"
 
 
+def reference_text(reference: str) -> str:
+    """Return a reference in one way to write it; of a solution, its answer."""
+    text = tidy(reference if "\\boxed" not in reference else answer_span(reference) or "")
+    assert text is not None
+    return text
+
+
 def verdict(reference: str, answer: str | None) -> bool:
     """Return what the verifier's worker finds; an answer that cannot be read is wrong."""
-    right, found = tidy(reference), None if answer is None else tidy(answer)
-    assert right is not None
+    right, found = reference_text(reference), None if answer is None else tidy(answer)
     if found is not None and (right == found or (same := same_number(right, found)) is not None):
         return right == found or bool(same)
     try:
@@ -66,6 +76,36 @@ def test_equality_is_symmetric_between_kinds(first: str, second: str) -> None:
 @pytest.mark.parametrize(("reference", "response", "right"), RESPONSES)
 def test_verdicts_on_whole_responses(reference: str, response: str, right: bool) -> None:
     assert verdict(reference, answer_span(response)) is right
+
+
+def mistakes_in(rows: Mapping[str, tuple[str, str]], pays: Callable[[str, str], bool]) -> list[tuple[str, str, bool]]:
+    """Return the answers of a table that do not get what they should, each with its reference."""
+    answers = [
+        (reference, answer, right)
+        for reference, sides in rows.items()
+        for right, side in zip((True, False), sides, strict=True)
+        for answer in side.split(" ¦ ")
+        if answer
+    ]
+    return [row for row in answers if pays(row[0], row[1]) is not row[2]]
+
+
+def test_answers_in_boxes_pay_what_they_say() -> None:
+    assert not mistakes_in(
+        doubts.BOXED, lambda right, answer: verdict(right, answer_span(rf"So $\boxed{{{answer}}}$."))
+    )
+    assert {reference: why for reference in doubts.BOXED if (why := unusable(reference_text(reference)))} == {}
+
+
+def test_responses_that_doubt_their_answer_earn_nothing() -> None:
+    assert not mistakes_in(doubts.RESPONSES, lambda right, response: verdict(right, answer_span(response)))
+
+
+def test_responses_that_doubt_their_number_earn_nothing() -> None:
+    def pays(right: str, response: str) -> bool:
+        return bool(score_of(number({"answer": right}, Trace("", [response]))).reward)
+
+    assert not mistakes_in(doubts.NUMBERS, pays)
 
 
 @pytest.mark.parametrize("size", [1e-300, 1e-30, 1e-16, 1.0, 1e16, 1e300])

@@ -16,7 +16,9 @@ import pytest
 import nrl
 from benchmarks.verifiers import HOSTILE, pairs
 from nrl.envs import Score, Trace, extractor, number, single_turn
-from nrl.envs.library.mathematics.answers import LONGEST, final_answer, repeats, tidy
+from nrl.envs.library.mathematics.answers import final_answer
+from nrl.envs.library.mathematics.words.repeating import repeats
+from nrl.envs.library.mathematics.words.tidying import LONGEST, tidy
 from nrl.envs.library.mathematics.worker import _fork, compare
 from nrl.errors import EnvError, PlacementError
 from tests.processes import alive, settled

@@ -5,7 +5,6 @@ import re
 from nrl.envs.library.mathematics.kinds import REALS, Answer, Based, Choice, Listing, Point, Time, Words
 
 __all__ = [
-    "NUMERALS",
     "TEXT",
     "read_based",
     "read_choice",
@@ -47,15 +46,15 @@ _MATH_WORDS = re.compile(
     r"|floor|ceil|ceiling|factorial|binom|binomial|or|and|frac|alpha|beta|gamma|delta|theta|lambda|mu|phi|omega|rho|sigma)"
 )
 _EMPTY = frozenset(("empty set", "the empty set", "null set", "no solution", "no solutions", "{}"))
+_NO_SOLUTION = re.compile(
+    r"(?:(?:there (?:is|are|exists?)|it has|the equation has|has|have) )?no (?:real )?"
+    r"(?:solutions?|roots?|real numbers?|such (?:numbers?|integers?|values?|functions?|[a-z]))(?: exists?)?\.?"
+    r"|无解|无实数解"
+)
 _ALL = frozenset(
     ("all real numbers", "all reals", "real numbers", "the real numbers", "all real values", "all real number", "reals")
 )
 _ALL_WHOLE = frozenset(("all integers", "integers", "the integers", "every integer", "the set of integers"))
-_NUMERALS = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
-    " eighteen nineteen twenty"
-)
-NUMERALS = {word: number for number, word in enumerate(_NUMERALS.split())}
 _MONTHS = [
     "january",
     "february",
@@ -78,7 +77,7 @@ def read_time(text: str) -> Time | None:
     >>> read_time("3:30 p.m."), read_time("3:3")
     (Time(minutes=930, seconds=-1, half='p', numbers=()), None)
     """
-    plain = TEXT.sub(r" \1", text).strip()
+    plain = " ".join(TEXT.sub(r" \1", text).split())
     if word := re.fullmatch(r"(?:12 ?)?(noon|midnight)", plain, re.IGNORECASE):
         return Time(720, half="p") if word[1].lower() == "noon" else Time(0, half="a")
     plain = re.sub(r"^([0-9]{1,2}) ?o['’]clock$", r"\1:00", plain)
@@ -165,9 +164,10 @@ def split_choice(text: str) -> tuple[str, str] | None:
 def read_special(text: str) -> Answer | None:
     """Read the empty set, all real numbers, and infinity as words."""
     plain = " ".join(TEXT.sub(r" \1 ", text).split()).lower()
-    if re.fullmatch(r"\\(?:emptyset|varnothing)|\\\{ ?\\\}|\{ ?\}|∅|\\O", text) or plain in _EMPTY:
+    empty = r"\\(?:emptyset|varnothing)|\\\{ ?\\\}|\{ ?\}|∅|\\O"
+    if re.fullmatch(empty, text) or plain in _EMPTY or _NO_SOLUTION.fullmatch(plain):
         return Listing((), True)
-    if plain in _ALL or re.fullmatch(r"(?:[a-z]\\in ?)?\\(?:mathbb|mathbf|Bbb) ?\{?R\}?", text):
+    if plain in _ALL or re.fullmatch(r"(?:[a-z] ?\\in ?)?\\(?:mathbb|mathbf|Bbb) ?\{?R\}?|[a-z] ?\\in ?R", text):
         return REALS
     if plain in _ALL_WHOLE or re.fullmatch(r"(?:[a-z]\\in ?)?\\(?:mathbb|mathbf|Bbb) ?\{?Z\}?", text):
         return Words("all integers")
@@ -209,17 +209,20 @@ def read_words(text: str) -> Words | None:
     plain = " ".join(TEXT.sub(r" \1 ", text).split()).strip("\"'“”‘’")
     if date := _date(plain) or _numeric_date(plain):
         return Words(date)
-    if not re.fullmatch(r"[^\W\d_](?:[^\W\d_]|['’. -](?=.))*", plain) or not re.search(r"[^\W\d_]{2}", plain):
+    if not re.fullmatch(r"[^\W\d_](?:[^\W\d_]|['’. -](?=.))*", plain) or not re.search(
+        r"[^\W\d_]{2}|[\u4e00-\u9fff]", plain
+    ):
         return None
     runs = re.findall(r"[A-Za-z]+", plain)
-    if all(_MATH_WORDS.fullmatch(run) or len(run) == 1 for run in runs) and plain == text:
+    if runs and all(_MATH_WORDS.fullmatch(run) or len(run) == 1 for run in runs) and plain == text:
         return None  # as "pi" and "x or y"
     if any(run in ("and", "or") for run in runs[1:-1]) and all(len(run) == 1 or run in ("and", "or") for run in runs):
         return None
     if "-" in plain and plain == text and all(len(run) < 3 for run in runs):
         return None  # as "ad-bc"
     product = text if len(runs) == 1 and plain == text and len(text) <= 4 else ""
-    return Words(_simple(plain), product)
+    options = plain if re.fullmatch("A?B?C?D?E?F?G?H?", plain) else ""
+    return Words(_simple(plain), product, options)
 
 
 def _date(text: str) -> str:
@@ -272,7 +275,19 @@ def _simple(text: str) -> str:
     words = _STOP.sub("", _HYPHEN.sub(" ", text.casefold())).split()
     while len(words) > 1 and words[0] in ("the", "a", "an"):
         words = words[1:]
-    return " ".join(words)
+    plain = " ".join(words)
+    return _SAME_WORDS.get(plain, plain)
+
+
+_SAME_WORDS = {
+    **dict.fromkeys(
+        ("dne", "limit does not exist", "it does not exist", "doesnt exist", "limit dne"), "does not exist"
+    ),
+    **dict.fromkeys(
+        ("infinitely many solutions", "infinite number of solutions", "infinite solutions"), "infinitely many"
+    ),
+    "there are infinitely many solutions": "infinitely many",
+}
 
 
 _SYMBOLIC = re.compile(

@@ -1,0 +1,1 @@
+"""Words around what an answer or a verdict says."""
