@@ -15,7 +15,6 @@ from nrl.backends import SAMPLERS, TRAINERS, Optimizer, Sampling, Trainer, Train
 from nrl.envs import Task, Trace, Verdict, number
 from nrl.envs.tools import tool
 from nrl.gym.endpoint import Endpoint
-from nrl.run.checkpoint import Checkpoints
 
 AGENTS = nrl.Executable("agents", requirements=["openai-agents>=0.24,<0.25"], package="agents")
 TOLD, says = "Use the calculator.", partial(dict[str, Any], role="assistant")
@@ -69,7 +68,7 @@ class Config:
     steps: int = 40
     seed: int = 0
     out: str | None = None  # none: a new folder under runs/; that of an earlier run: go on with it
-    checkpoints: Checkpoints = Checkpoints()
+    checkpoints: nrl.Checkpoints = nrl.Checkpoints()
     cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
     trainer: Literal["fsdp", "megatron"] = "fsdp"  # of nrl.backends.TRAINERS
     sampler: Literal["hf", "vllm", "vllm-cpu"] = "hf"  # vLLM: on a GPU, or a CPU

@@ -9,7 +9,6 @@ import nrl
 from nrl import Layout, config, tiny
 from nrl.algos import advantages, check_mismatch, dapo_loss, overlong_penalty, sft_loss
 from nrl.backends import SAMPLERS, TRAINERS, Optimizer, Sampling, Schedule, Trainer, TrainState, adamw
-from nrl.run.checkpoint import Checkpoints
 
 
 @attrs.frozen
@@ -23,7 +22,7 @@ class Config:
     steps: int = 100
     seed: int = 0
     out: str | None = None  # none: a new folder under runs/; that of an earlier run: go on with it
-    checkpoints: Checkpoints = Checkpoints()
+    checkpoints: nrl.Checkpoints = nrl.Checkpoints()
     sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
     cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
     dtype: Literal["float32", "bfloat16"] = "float32"

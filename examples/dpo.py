@@ -12,7 +12,6 @@ from nrl import Layout, config, data, tiny
 from nrl.algos import dpo_loss
 from nrl.backends import TRAINERS, Optimizer, Schedule, adamw, load_tokenizer
 from nrl.batch import Batch
-from nrl.run.checkpoint import Checkpoints
 
 
 @attrs.frozen
@@ -27,7 +26,9 @@ class Config:
     steps: int = 100
     seed: int = 0
     out: str | None = None  # none: a new folder under runs/; that of an earlier run: go on with it
-    checkpoints: Checkpoints = config.derived(lambda cfg: Checkpoints(best="eval/accuracy" if cfg.eval_data else None))
+    checkpoints: nrl.Checkpoints = config.derived(
+        lambda cfg: nrl.Checkpoints(best="eval/accuracy" if cfg.eval_data else None)
+    )
     sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
     cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
     dtype: Literal["float32", "bfloat16"] = "float32"

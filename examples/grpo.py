@@ -11,9 +11,8 @@ from nrl.algos import advantages, check_mismatch, clip, policy_loss, sft_loss
 from nrl.backends import SAMPLERS, TRAINERS, Optimizer, Sampler, Sampling, Schedule, Trainer, TrainState, adamw
 from nrl.envs.builtin import Environments
 from nrl.run import Run
-from nrl.run.checkpoint import Checkpoints
 
-BEST = Checkpoints(best="eval/reward")
+BEST = nrl.Checkpoints(best="eval/reward")
 EMBEDDED = adamw(lr=7e-4, betas=(0.9, 0.95), schedule=Schedule("linear", steps=300, floor=0.1))
 
 
@@ -32,7 +31,7 @@ class Config:
     steps: int = 300
     seed: int = 0
     out: str | None = None  # none: a new folder under runs/; that of an earlier run: go on with it
-    checkpoints: Checkpoints = config.derived(lambda cfg: BEST if cfg.eval_data else Checkpoints())
+    checkpoints: nrl.Checkpoints = config.derived(lambda cfg: BEST if cfg.eval_data else nrl.Checkpoints())
     sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
     cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
     dtype: Literal["float32", "bfloat16"] = "float32"

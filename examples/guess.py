@@ -13,7 +13,6 @@ from nrl import Layout, config, data, tiny
 from nrl.algos import advantages, check_mismatch, grpo_loss, sft_loss
 from nrl.backends import SAMPLERS, TRAINERS, Optimizer, Sampling, Trainer, TrainState, adamw
 from nrl.envs import Environment, Step, Task, Turn
-from nrl.run.checkpoint import Checkpoints
 
 LARGEST, TURNS = 7, 3  # halving finds each of 7 numbers in 3 turns; who does not listen finds 3 of them
 QUESTION, BRIEFLY = "Guess a number from 1 to 7.", "1-7\n"  # to a real model, and to the tiny one
@@ -53,7 +52,7 @@ class Config:
     steps: int = 120
     seed: int = 0
     out: str | None = None  # none: a new folder under runs/; that of an earlier run: go on with it
-    checkpoints: Checkpoints = Checkpoints()
+    checkpoints: nrl.Checkpoints = nrl.Checkpoints()
     sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
     cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -11,7 +11,6 @@ from nrl import Layout, config, data, tiny
 from nrl.algos import kto_loss, mismatched, reference_point
 from nrl.backends import TRAINERS, Optimizer, Params, Schedule, adamw, load_tokenizer
 from nrl.batch import Batch
-from nrl.run.checkpoint import Checkpoints
 
 
 @attrs.frozen
@@ -25,7 +24,7 @@ class Config:
     steps: int = 100
     seed: int = 0
     out: str | None = None  # none: a new folder under runs/; that of an earlier run: go on with it
-    checkpoints: Checkpoints = Checkpoints()
+    checkpoints: nrl.Checkpoints = nrl.Checkpoints()
     sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
     cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -13,7 +13,6 @@ from nrl import Layout, algos, config, data, tiny
 from nrl.backends import SAMPLERS, TRAINERS, Optimizer, Sampling, Trainer, TrainState, adamw, load_tokenizer
 from nrl.envs import Environment, Step, Task, Trace, Turn, number, single_turn
 from nrl.errors import ConfigError
-from nrl.run.checkpoint import Checkpoints
 
 
 @attrs.frozen
@@ -28,7 +27,7 @@ class Config:
     steps: int = 100
     seed: int = 0
     out: str | None = None  # none: a new folder under runs/; that of an earlier run: go on with it
-    checkpoints: Checkpoints = Checkpoints()
+    checkpoints: nrl.Checkpoints = nrl.Checkpoints()
     sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
     cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -11,7 +11,6 @@ import nrl
 from nrl import Layout, config, data, tiny
 from nrl.algos import sft_loss
 from nrl.backends import TRAINERS, Optimizer, Schedule, adamw, load_tokenizer
-from nrl.run.checkpoint import Checkpoints
 
 
 @attrs.frozen
@@ -26,8 +25,8 @@ class Config:
     steps: int = 200
     seed: int = 0
     out: str | None = None  # none: a new folder under runs/; that of an earlier run: go on with it
-    checkpoints: Checkpoints = config.derived(
-        lambda cfg: Checkpoints(best="eval/loss" if cfg.eval_data else None, mode="min")
+    checkpoints: nrl.Checkpoints = config.derived(
+        lambda cfg: nrl.Checkpoints(best="eval/loss" if cfg.eval_data else None, mode="min")
     )
     sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
     cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors

@@ -13,7 +13,6 @@ from nrl.algos import advantages, check_mismatch, grpo_loss, sft_loss
 from nrl.backends import SAMPLERS, TRAINERS, Optimizer, Sampling, Trainer, TrainState, adamw
 from nrl.envs import Score, Task, Trace, number, score_of
 from nrl.envs.tools import tool, tool_use
-from nrl.run.checkpoint import Checkpoints
 
 
 def calculator(a: float, sign: Literal["+", "-", "*", "/"], b: float) -> str:
@@ -53,7 +52,7 @@ class Config:
     steps: int = 80
     seed: int = 0
     out: str | None = None  # none: a new folder under runs/; that of an earlier run: go on with it
-    checkpoints: Checkpoints = Checkpoints()
+    checkpoints: nrl.Checkpoints = nrl.Checkpoints()
     sinks: tuple[str, ...] = ()  # besides the terminal and files: "wandb", "tensorboard", "mlflow"
     cluster: str = "local"  # "local": this process; "ray", or the address of a Ray cluster: actors
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from nrl.rollout.schedules import cut, oversample, partial, refill
     from nrl.rollout.summaries import per_source, summary
     from nrl.rollout.transforms import batched, drop_uniform, filtered, fresh
+    from nrl.run.checkpoint import Checkpoints
     from nrl.run.exit_codes import launch
     from nrl.run.retries import retrying
     from nrl.run.run import run
@@ -63,6 +64,7 @@ else:
 __all__ = [
     "COLUMNS",
     "Batch",
+    "Checkpoints",
     "Ess",
     "Executable",
     "Graded",

@@ -21,7 +21,7 @@ BYE = {"role": "assistant", "content": "Bye"}
 ARGUMENTS = {"q": "Hi"}
 CALL = {"type": "function", "id": "abcdefghi", "function": {"name": "find", "arguments": ARGUMENTS}}
 SCHEMA = {"type": "object", "properties": {"q": {"type": "string"}}}
-TOOL = {"type": "function", "function": {"name": "find", "description": "Find.", "parameters": SCHEMA}}
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "find", "description": "Find.", "parameters": SCHEMA}}
 
 
 def text(words: str) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def test_the_parts_of_anthropic_s_messages_are_openai_s_messages() -> None:
         {"role": "user", "content": [{**RESULT, "content": [text("2"), text("1")]}, text("Thanks")]},
         {"role": "assistant", "content": [text("Bye")]},
     ]
-    expected = [
+    expected: list[dict[str, Any]] = [
         ASK,
         {"role": "assistant", "content": "Hi", "reasoning_content": "Hmm", "tool_calls": [CALL]},
         {"role": "tool", "tool_call_id": "abcdefghi", "content": "21"},
@@ -67,10 +67,11 @@ def test_the_parts_of_anthropic_s_messages_are_openai_s_messages() -> None:
     without = [parts[0], {**parts[1], "content": [text("Hi"), USE]}, *parts[2:]]
     for name in ("chatml", "glm4moe", "qwen2_5", "qwen3_training"):
         assert taught({"messages": without}, name) == taught({"messages": plain}, name)
-    for tool in (
+    functions: list[dict[str, Any]] = [
         {"name": "find", "description": "Find.", "input_schema": SCHEMA},
         {**TOOL["function"], "inputSchema": SCHEMA, "parameters": None},
-    ):  # type: ignore[dict-item]
+    ]
+    for tool in functions:
         assert canonical_tools([tool], "the tools", filled=True) == [TOOL]
 
 

@@ -332,8 +332,8 @@ def test_sessions_are_not_answered_from_memory(here: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("target", "module", "data"),
     [
-        ("math", "mathematics.verifying", [f"data={DATA / 'math_sample.jsonl'}"]),
-        ("reasoning_gym", "reasoning.tasks", []),
+        ("math", "library.mathematics.verifying", [f"data={DATA / 'math_sample.jsonl'}"]),
+        ("reasoning_gym", "library.reasoning.tasks", []),
     ],
 )
 def test_sessions_reach_the_processes(
