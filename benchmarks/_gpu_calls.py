@@ -63,7 +63,7 @@ def rests(steps: Steps, device: Device, report: Report) -> None:
     calls: dict[str, Callable[[], Any]] = {
         "rest": steps.state.rest,
         "wake": steps.state.wake,
-        "save": lambda: saved.append(steps.engine.save(steps.state, steps.state.module).copied()),
+        "save": lambda: saved.append(steps.engine.save(steps.state, steps.state.module).copy_to_host()),
     }
     saved: list[Any] = []
     for number in range(3):

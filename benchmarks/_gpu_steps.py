@@ -14,7 +14,7 @@ from nrl.algos import sft_loss
 from nrl.backends import Model, Sampler, Trainer
 from nrl.backends.fsdp.torch_engine import TorchEngine
 from nrl.backends.models import lora
-from nrl.backends.training.layout.packed_attention import packing_on
+from nrl.backends.training.layout.packed_attention import choose_packing
 from nrl.backends.training.loss.loss_terms import global_weights
 from nrl.batch import Batch
 from nrl.batch.packed_rows import Rectangles
@@ -36,8 +36,11 @@ class Steps:
     """
 
     def __init__(self, step: Step, where: torch.device, fake: bool, compile: bool = False, drawn: bool = True) -> None:
-        packing = packing_on(where, Rectangles, step.dtype, "gpu.py")
-        model, source = Model(dict(step.model), dtype=step.dtype), lora.unread if drawn and not fake else lora.unfilled
+        packing = choose_packing(where, Rectangles, step.dtype, "gpu.py")
+        model, source = (
+            Model(dict(step.model), dtype=step.dtype),
+            lora.build_lazy if drawn and not fake else lora.build_without_weights,
+        )
         self.engine = TorchEngine(
             model,
             attrs.evolve(step.optimizer, lr=1e-6, clip=1e9),

@@ -260,7 +260,7 @@ def stood_in(clock: Parts) -> Iterator[None]:
             (pool.EnginePool, "_ask", "requests"),
         ):
             stack.enter_context(mock.patch.object(owner, name, clock.wrap(part, getattr(owner, name))))
-        stack.enter_context(mock.patch.object(pool.EnginePool, "_work_where_wanted"))
+        stack.enter_context(mock.patch.object(pool.EnginePool, "_start_work"))
         gc.callbacks.append(clock.collected)
         stack.callback(gc.callbacks.remove, clock.collected)
         yield

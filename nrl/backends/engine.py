@@ -9,13 +9,13 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nrl.algos import Loss
-from nrl.backends.training.saving.save_plan import ToSave
+from nrl.backends.training.saving.save_plan import SavePlan
 from nrl.backends.types import Bucket, Chunks, Piece, Sampling
 from nrl.batch import Batch
 from nrl.batch.metrics import Metrics
 from nrl.files import Folder
 
-__all__ = ["GIVEN_UP", "Decoded", "Receives", "Request", "SampleEngine", "TrainEngine"]
+__all__ = ["GIVEN_UP", "Decoded", "Request", "SampleEngine", "TrainEngine", "WeightReceiver"]
 
 
 GIVEN_UP: ContextVar[Callable[[], Sequence[bool]] | None] = ContextVar("GIVEN_UP", default=None)
@@ -25,11 +25,11 @@ The sampler may stop decoding those; its completions of them are not read.
 """
 
 
-class Receives(Protocol):
-    """What takes weights, some pieces at a time; `nrl.backends.models.shards.Filling` is one."""
+class WeightReceiver(Protocol):
+    """A receiver of weights, some pieces at a time, such as `nrl.backends.models.shards.ShardLoader` is one."""
 
     def add(self, bucket: Bucket) -> None:
-        """Take some pieces, of which others may belong to other processes.
+        """Take some pieces; other processes may have the remaining pieces of the same weights.
 
         Raises:
             ModelError: a name that the model does not have, or a wrong shape.
@@ -37,7 +37,7 @@ class Receives(Protocol):
         ...
 
     def end(self) -> None:
-        """Check that all have come.
+        """Check that all weights have come.
 
         Raises:
             ModelError: some did not.
@@ -70,10 +70,10 @@ class TrainEngine[S, M](Protocol):
         ...
 
     def init(self) -> S:
-        """A fresh train state with the model's own weights."""
+        """Make a fresh train state with the model's own weights."""
         ...
 
-    def receive(self, state: S) -> Receives:
+    def receive(self, state: S) -> WeightReceiver:
         """Replace the weights of a fresh train state: those of its adapter alone, if such come, or else all.
 
         They may be of a model with another head.
@@ -81,23 +81,23 @@ class TrainEngine[S, M](Protocol):
         ...
 
     def params(self, state: S) -> M:
-        """The params inside of a train state, shared with it."""
+        """Return the params inside a train state, shared with it."""
         ...
 
     def adapter(self, params: M) -> M:
-        """The adapter alone of these params, shared with them: for `pieces`, `save`, `save_params` and `export`."""
+        """Return the adapter alone of these params, shared with them; `pieces`, `save` and `export` take it."""
         ...
 
     def load(self, source: str | None) -> M:
-        """Params for forward passes only, from a folder or the hub; None: the model's own initial ones."""
+        """Load params for forward passes only, from a folder or the hub; None: the model's own initial ones."""
         ...
 
     def freeze(self, params: M) -> M:
-        """A copy of params that later steps do not change."""
+        """Copy params, so that later steps do not change the copy."""
         ...
 
     def forward(self, params: M, microbatches: Iterable[Batch], needs: frozenset[str]) -> Sequence[TensorDict]:
-        """The outputs that ``needs`` names, for each micro-batch, without gradients.
+        """Compute the outputs that ``needs`` names, for each micro-batch, without gradients.
 
         Their shapes are those of `nrl.algos.output_shape`. `top_k` stands for ``top_k_ids`` and ``top_k_logprobs``,
         each ``[*b, T, k]``, zeros where nothing is predicted.
@@ -107,12 +107,12 @@ class TrainEngine[S, M](Protocol):
     def train(
         self, state: S, loss: Loss, microbatches: Iterable[Batch], weights: Mapping[str, float]
     ) -> tuple[S, Metrics]:
-        """One optimizer step on the sum over micro-batches of ``total / weights[term]``.
+        """Take one optimizer step on the sum over micro-batches of ``total / weights[term]``.
 
         The metrics are those of the loss, ``loss``, ``grad_norm``, ``lr``, ``tokens``, and `mismatch_metrics` of the
         outputs; `nrl.backends.training.loss.value_and_grad.value_and_grad` has them with the loss. An engine that
         computes what rows have in common once adds ``tokens/computed`` and ``tokens/saved``
-        (`nrl.backends.training.loss.step_sums.StepSums.over_all`).
+        (`nrl.backends.training.loss.step_sums.StepSums.reduce_all`).
 
         It either steps once, or raises and leaves the state as it was.
 
@@ -122,7 +122,7 @@ class TrainEngine[S, M](Protocol):
         ...
 
     def pieces(self, params: M) -> Iterator[Piece]:
-        """The weights, or what this process has of them, under Hugging Face's names and in its shapes.
+        """Yield the weights, or the parts that this process has, under Hugging Face's names and in its shapes.
 
         Adapters are added to the weights, if ``params`` are not an `adapter` alone. Together the pieces of all
         processes are every number of every weight once, tied weights once: of copies, one process yields its own. All
@@ -131,8 +131,8 @@ class TrainEngine[S, M](Protocol):
         """
         ...
 
-    def save(self, state: S, params: M) -> ToSave:
-        """All that `restore` needs: the files of this process, and a record. Nothing is written or copied yet.
+    def save(self, state: S, params: M) -> SavePlan:
+        """Plan to save all that `restore` needs: the files of this process, and a record. Nothing is written yet.
 
         ``params`` are the state's, or their `adapter` alone, where the base is the model's own and can be left out.
         Names of files differ between processes. The first process's record goes into the manifest, and from there to
@@ -141,15 +141,15 @@ class TrainEngine[S, M](Protocol):
         ...
 
     def restore(self, folder: Folder, record: Mapping[str, Any]) -> S:
-        """The state that was saved, by any number of processes; raises `CheckpointError` where a part is missing."""
+        """Read the state that any number of processes saved; raise `CheckpointError` where a part is missing."""
         ...
 
-    def save_params(self, params: M) -> ToSave:
-        """As `save`, for params and `restore_params`."""
+    def save_params(self, params: M) -> SavePlan:
+        """Plan to save params, which `restore_params` reads; see `save`."""
         ...
 
     def restore_params(self, folder: Folder, record: Mapping[str, Any]) -> M:
-        """The frozen params that were saved."""
+        """Read the frozen params that were saved."""
         ...
 
     def export(self, params: M, folder: Path) -> None:
@@ -214,7 +214,7 @@ class SampleEngine(Protocol):
 
     @property
     def vocabulary(self) -> int:
-        """How many tokens the model knows."""
+        """The number of tokens that the model knows."""
         ...
 
     def advance(

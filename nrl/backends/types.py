@@ -95,7 +95,7 @@ type Chunks = Sequence[int | Media]
 
 
 def length_of(prompt: Chunks) -> int:
-    """How many tokens a prompt takes in the context.
+    """Return the number of tokens that a prompt takes in the context.
 
     >>> import torch
     >>> length_of([5, Media("image", torch.zeros(2), 4), 6])
@@ -107,7 +107,7 @@ def length_of(prompt: Chunks) -> int:
 
 
 type ModelSource = str | os.PathLike[str] | Mapping[str, Any]
-"""What a `Model` is made of."""
+"""The source of a `Model`."""
 
 
 def _source(value: ModelSource) -> str | Mapping[str, Any]:
@@ -179,7 +179,7 @@ class Model:
 
     @property
     def adapter(self) -> tuple[Any, ...] | None:
-        """What identifies its adapter: one of another model fits if this is equal. None: it has no adapter."""
+        """The identity of its adapter: an adapter of another model fits if this is equal. None: it has no adapter."""
         return None if self.lora is None else (self.source, self.seed, self.lora)
 
 
@@ -243,7 +243,7 @@ def _texts(value: str | Iterable[str]) -> tuple[str, ...]:
 @checked("Sampling")
 @attrs.frozen
 class Sampling:
-    """How tokens are drawn: temperature first, then top-k, then top-p, over what is left, renormalised.
+    """The options of sampling: temperature first, then top-k, then top-p, renormalised over the kept tokens.
 
     Args:
         temperature: the logits are divided by it, from 0.001 to 1000; 0 is greedy, with log-probabilities at
@@ -314,7 +314,7 @@ _TOP_K = "top_k("
 
 
 def top_k(k: int) -> str:
-    """The name of the output that is the k most probable tokens at each place; forward only.
+    """Return the name of the output of the k most probable tokens at each place; forward only.
 
     >>> top_k(8)
     'top_k(8)'
@@ -323,7 +323,7 @@ def top_k(k: int) -> str:
 
 
 def top_k_of(needs: Collection[str]) -> int | None:
-    """The k of the `top_k` among the names of outputs; None: there is none.
+    """Return the k of the `top_k` among the names of outputs; None: there is none.
 
     >>> top_k_of({"logprobs", top_k(8)}), top_k_of({"logprobs"})
     (8, None)
@@ -332,7 +332,7 @@ def top_k_of(needs: Collection[str]) -> int | None:
 
 
 def outputs_of(needs: Collection[str]) -> list[str]:
-    """The names of the outputs that needs stand for, in order: their own, and two for `top_k`.
+    """Return the names of the outputs that needs stand for, in order: their own, and two for `top_k`.
 
     >>> outputs_of({"values"}), outputs_of({"logprobs", top_k(8)})
     (['values'], ['logprobs', 'top_k_ids', 'top_k_logprobs'])

@@ -8,7 +8,7 @@ import torch
 
 from nrl.backends.models.exporting import export_described
 from nrl.backends.models.model_files import DESCRIPTION
-from nrl.backends.training.saving.storage import weights
+from nrl.backends.training.saving.storage import iter_weights
 from nrl.cli.evaluation import kept
 from nrl.errors import CheckpointError
 from nrl.files import (
@@ -73,7 +73,7 @@ def main(cfg: Export) -> Path:
     target.mkdir(parents=True, exist_ok=True)
     names = [name.removeprefix(f"{DESCRIPTION}/") for name in files if name.startswith(f"{DESCRIPTION}/")]
     with on_disk(folder / DESCRIPTION, names) as described:
-        export_described(weights(folder), described, about["head"], dtype, target, cfg.trust_remote_code)
+        export_described(iter_weights(folder), described, about["head"], dtype, target, cfg.trust_remote_code)
     return target
 
 

@@ -75,8 +75,8 @@ def ahead[T](stream: Stream[T], n: int) -> Source[T]:
     Raises:
         DataError: ``n`` is negative.
 
-    >>> from nrl.data import counting
-    >>> early = ahead(counting(), 2)
+    >>> from nrl.data import count_loads
+    >>> early = ahead(count_loads(), 2)
     >>> early.take(1), early.state()["pending"]
     ([0], [1, 2])
     """

@@ -92,14 +92,14 @@ class Run:
             ModelError: the files of a trainer's model could not be written at an export.
 
         >>> import attrs, tempfile
-        >>> from nrl.data import counting
+        >>> from nrl.data import count_loads
         >>> @attrs.frozen
         ... class Config:
         ...     out: str = tempfile.mkdtemp()
         ...     steps: int = 2
         >>> for attempt in range(2):
         ...     with run(Config()) as entered:
-        ...         total, stream = entered.restore(total=0, stream=counting())
+        ...         total, stream = entered.restore(total=0, stream=count_loads())
         ...         for i, batch in entered.steps(stream):
         ...             total += 10
         ...             folder = entered.save(i, total=total, stream=stream)

@@ -19,7 +19,7 @@ from nrl.runtime import Layout, Mesh, Slots, as_mesh
 
 __all__ = ["trainer"]
 
-_NUMBERS = itertools.count(1)  # so that errors can tell trainers apart
+_NUMBERS = itertools.count(1)  # Errors name the trainer by its number.
 
 
 @checked("fsdp.trainer")
@@ -37,7 +37,7 @@ def trainer(
     device: str | torch.device | None = None,
     layout: Layout | None = None,
 ) -> Trainer:
-    """A trainer for any Hugging Face causal language model.
+    """Make a trainer for any Hugging Face causal language model.
 
     In a mesh of several processes the model, its gradients and its optimizer are sharded by ``fully_shard`` along dp.
 
@@ -107,17 +107,17 @@ def _make_engine(
     device: str | torch.device | None,
     alone: bool,
 ) -> TrainEngine[Any, Any]:
-    """In a process of the mesh, which may be the mesh's alone."""
+    """Make an engine in a process of the mesh; ``alone`` says that the process belongs to the mesh."""
     from nrl.backends.fsdp.torch_engine import TorchEngine
     from nrl.backends.training.determinism import make_deterministic
     from nrl.backends.training.device_metrics import device_of
-    from nrl.backends.training.layout.packed_attention import packing_on
+    from nrl.backends.training.layout.packed_attention import choose_packing
     from nrl.runtime import cuda_allocator, process
 
     where = device_of("fsdp.trainer", device)
     if alone and where.type == "cuda":  # engines of vLLM, which may lie in the driver's process, refuse them
         cuda_allocator.grow()
-    packing = packing_on(where, packing, model.dtype, "fsdp.trainer")
+    packing = choose_packing(where, packing, model.dtype, "fsdp.trainer")
     if deterministic:
         make_deterministic()
     return TorchEngine(model, optimizer, packing, checkpointing, compile, where, process().device_mesh, offload)

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from nrl.backends.models.moe_routers import routers
-from nrl.backends.training.collectives import Peers
+from nrl.backends.training.collectives import ProcessGroup
 from nrl.backends.training.expert_load import balance
 from nrl.batch.metrics import Metrics
 
-__all__ = ["Loads", "counting"]
+__all__ = ["ExpertLoads", "count_loads"]
 
 
-class Loads:
+class ExpertLoads:
     """Counts, by router, what it chooses for the tokens of the micro-batch that is under way; nothing waits for it."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Loads:
         """Count from zero."""
         self._found = {}
 
-    def metrics(self, peers: Peers) -> Metrics:
+    def metrics(self, peers: ProcessGroup) -> Metrics:
         """The balance of all processes; a collective, if the model has experts."""
         if not self._found:
             return {}
@@ -46,9 +46,9 @@ class Loads:
 
 
 @contextmanager
-def counting(module: nn.Module) -> Iterator[Loads]:
+def count_loads(module: nn.Module) -> Iterator[ExpertLoads]:
     """Count the choices of a model's routers while the block runs."""
-    loads = Loads()
+    loads = ExpertLoads()
     hooks = [router.register_forward_hook(partial(loads.add, name)) for name, router in routers(module).items()]
     try:
         yield loads

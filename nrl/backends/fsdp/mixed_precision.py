@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["guarded", "layers", "outside_cast", "round_layers"]
+__all__ = ["cast_outside_layers", "layers", "restore_weights_after", "round_layers"]
 
 type _Masters = list[tuple[dict[str, Any], str, Any]]
 _ONE_AT_A_TIME = threading.RLock()
@@ -45,7 +45,7 @@ def round_layers(module: nn.Module, dtype: torch.dtype, compiled: bool = False) 
 
 
 @contextlib.contextmanager
-def guarded(module: nn.Module) -> Iterator[None]:
+def restore_weights_after(module: nn.Module) -> Iterator[None]:
     """After the block the weights are there again, also after an interrupt; one thread at a time is in such a block.
 
     torch calls the hooks of a layer after an error, but not after a ``KeyboardInterrupt``. For a model that
@@ -63,7 +63,7 @@ def guarded(module: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def outside_cast(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+def cast_outside_layers(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Cast the weights outside of layers inside of the block, tied ones once."""
     inside = {id(part) for layer in layers(module) for part in layer.modules()}
     masters = _cast([part for part in module.modules() if id(part) not in inside], dtype)
@@ -83,10 +83,10 @@ def _begin(dtype: torch.dtype, layer: Any, args: Any) -> None:
     layer.nrl_masters = _cast(list(layer.modules()), dtype)
     if (checkpoint := layer.__dict__.get("_gradient_checkpointing_func")) is not None:
         layer.nrl_masters.append((layer.__dict__, "_gradient_checkpointing_func", checkpoint))
-        layer._gradient_checkpointing_func = partial(_checkpointed, dtype, layer, checkpoint)
+        layer._gradient_checkpointing_func = partial(_checkpoint_cast, dtype, layer, checkpoint)
 
 
-def _checkpointed(
+def _checkpoint_cast(
     dtype: torch.dtype, layer: Any, checkpoint: Callable[..., Any], fn: Callable[..., Any], *args: Any
 ) -> Any:
     """Checkpoint a function that casts the weights itself, since it has to do the same when it is called again."""

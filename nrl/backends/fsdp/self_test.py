@@ -123,7 +123,7 @@ def check_packing(module: Any, packing: Packing) -> None:
                 input_ids=tokens.input_ids[None],
                 position_ids=tokens.position_ids[None],
                 use_cache=False,
-                nrl_attention=packed_attention.over(tokens.rows),
+                nrl_attention=packed_attention.make_attention(tokens.rows),
             ).last_hidden_state[0]
             found.append(hidden[tokens.place])
     packed = max(found, key=lambda hidden: float((own - hidden).abs().max()))

@@ -32,38 +32,38 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from nrl.backends.fsdp import mixed_precision
 from nrl.backends.models import shards, weight_layout
-from nrl.backends.models.lazy_weights import Unread
+from nrl.backends.models.lazy_weights import LazyModel
 from nrl.backends.models.named_weights import weight_name
-from nrl.backends.training.collectives import HeldError, Peers
+from nrl.backends.training.collectives import DeferredError, ProcessGroup
 from nrl.backends.types import Piece
 from nrl.errors import PlacementError
 
 __all__ = [
-    "Home",
-    "alone",
+    "ShardPlacement",
     "axis",
-    "copied",
-    "empty",
-    "filled",
-    "own",
-    "parts",
-    "piece",
+    "copy_frozen",
+    "fill_parameters",
+    "find_parts",
+    "gather_full",
+    "local_shard",
+    "local_shards",
+    "make_empty",
+    "owned_shard",
     "reset_after",
-    "run",
-    "scattered",
+    "run_gathered",
+    "scatter",
+    "single_process_mesh",
     "skeleton",
-    "spoken",
-    "whole",
 ]
 
 
 @attrs.frozen
-class Home:
-    """Where a process keeps its part of a model, and in which dtype it computes.
+class ShardPlacement:
+    """The placement of a process's part of a model: device and dtype.
 
     Args:
-        device: on which it computes, and where its parameters and buffers are.
-        dtype: in which parameters are gathered; None: their own.
+        device: computes, and holds parameters and buffers.
+        dtype: of gathered parameters; None: their own.
         offload: keep parameters and gradients on the host, from which each layer comes when it computes.
     """
 
@@ -77,7 +77,7 @@ _UNSHARDED: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
 
 
 def axis(mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """The axis along which a model is sharded; None: one process holds all of it.
+    """Return the axis along which a model is sharded; None: one process holds all of it.
 
     Raises:
         PlacementError: the mesh has no axis ``dp``, or is larger than 1 along another one.
@@ -98,8 +98,8 @@ def axis(mesh: DeviceMesh | None) -> DeviceMesh | None:
     return mesh["dp"] if mesh["dp"].size() > 1 else None
 
 
-def alone(device: torch.device) -> DeviceMesh:
-    """A mesh of this process alone, whose model is then kept on the host as that of several processes is.
+def single_process_mesh(device: torch.device) -> DeviceMesh:
+    """Make a mesh of this process alone, so that its model can be kept on the host as that of several processes.
 
     Raises:
         PlacementError: the process is one of several that have met, and was not given their mesh.
@@ -115,8 +115,10 @@ def alone(device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, (1,), mesh_dim_names=("dp",))["dp"]
 
 
-def filled(made: nn.Module, unread: Unread, far: Callable[[int, int], None] = lambda done, count: None) -> None:
-    """Fill what this process has of a model that `empty` made; each process does so by itself.
+def fill_parameters(
+    made: nn.Module, unread: LazyModel, far: Callable[[int, int], None] = lambda done, count: None
+) -> None:
+    """Fill this process's part of a model from `make_empty`; each process does so by itself.
 
     Meanwhile it holds, beside its part, what it reads of one weight of files, or one weight that is drawn.
 
@@ -129,18 +131,18 @@ def filled(made: nn.Module, unread: Unread, far: Callable[[int, int], None] = la
     with torch.no_grad():
         for done, (name, parameter) in enumerate(parameters.items()):
             far(done, len(parameters))
-            mine = piece(weight_name(name), parameter)
+            mine = local_shard(weight_name(name), parameter)
             if values[name].is_meta:
                 unread.fill(mine)
             else:
                 mine.tensor.copy_(values[name][mine.index])
 
 
-def scattered(
+def scatter(
     module: nn.Module | None,
     read: Callable[[str], Tensor],
-    held: HeldError,
-    home: Home,
+    held: DeferredError,
+    home: ShardPlacement,
 ) -> nn.Module:
     """Shard a model that the first process alone holds, or reads; a collective.
 
@@ -154,8 +156,10 @@ def scattered(
         home: of the parts.
     """
     peers = held.peers
-    skeleton = peers.send(None if module is None else _remade(module, lambda x: torch.empty_like(x, device="meta")))
-    made = empty(skeleton, peers, home)
+    skeleton = peers.broadcast(
+        None if module is None else _copy_with_parameters(module, lambda x: torch.empty_like(x, device="meta"))
+    )
+    made = make_empty(skeleton, peers, home)
     values = dict(module.named_parameters()) if module is not None else {}
     with torch.no_grad():
         for name, parameter in made.named_parameters():
@@ -163,24 +167,24 @@ def scattered(
             value = values.get(name, torch.empty(parameter.shape, dtype=parameter.dtype))
             if value.is_meta:
                 value = torch.zeros(value.shape, dtype=value.dtype)
-                with held.back():
+                with held.capture():
                     value = read(weight_name(name)).to(parameter.dtype)
             part = distribute_tensor(value.detach(), parameter.device_mesh, parameter.placements)  # from the first
             parameter.to_local().copy_(part.to_local())
     return made
 
 
-def copied(module: nn.Module, peers: Peers, home: Home) -> nn.Module:
-    """A frozen copy of a sharded model; no process ever holds more than its part."""
-    made = empty(_UNSHARDED[module], peers, home)
+def copy_frozen(module: nn.Module, peers: ProcessGroup, home: ShardPlacement) -> nn.Module:
+    """Copy a sharded model and freeze the copy; no process ever holds more than its part."""
+    made = make_empty(_UNSHARDED[module], peers, home)
     with torch.no_grad():
         for mine, other in zip(_states(made), _states(module), strict=True):
             _local(mine).copy_(_local(other))
     return made.requires_grad_(False)
 
 
-def empty(skeleton: nn.Module, peers: Peers, home: Home) -> nn.Module:
-    """What this process holds of a model, whose parameters are not yet initialised, and whose buffers have values.
+def make_empty(skeleton: nn.Module, peers: ProcessGroup, home: ShardPlacement) -> nn.Module:
+    """Make this process's part of a model; its parameters are not initialised, its buffers have values.
 
     It is sharded layer by layer; embeddings and head, which are in no layer, are one more part. Gradients are sums over
     processes, in the parameters' own dtype. Until it is sharded, no parameter takes memory.
@@ -190,9 +194,9 @@ def empty(skeleton: nn.Module, peers: Peers, home: Home) -> nn.Module:
         peers: the processes; one that is alone holds all of it.
         home: of the part that this process holds.
     """
-    if peers.alone:
-        return _remade(skeleton, lambda x: torch.empty_like(x, device=home.device)).to(home.device)
-    skeleton = _remade(skeleton, lambda x: torch.empty_like(x, device="meta"))
+    if peers.is_single:
+        return _copy_with_parameters(skeleton, lambda x: torch.empty_like(x, device=home.device)).to(home.device)
+    skeleton = _copy_with_parameters(skeleton, lambda x: torch.empty_like(x, device="meta"))
     module, mesh = copy.deepcopy(skeleton), peers.mesh
     policy = MixedPrecisionPolicy()
     if home.dtype is not None:
@@ -216,10 +220,10 @@ def empty(skeleton: nn.Module, peers: Peers, home: Home) -> nn.Module:
     return module
 
 
-def run[T](module: Any, compute: Callable[[], T], dtype: torch.dtype | None = None) -> T:
+def run_gathered[T](module: Any, compute: Callable[[], T], dtype: torch.dtype | None = None) -> T:
     """Call a function while the parameters outside of layers are whole, and in the dtype; None: in their own."""
     if not isinstance(module, FSDPModule):
-        with contextlib.nullcontext() if dtype is None else mixed_precision.outside_cast(module, dtype):
+        with contextlib.nullcontext() if dtype is None else mixed_precision.cast_outside_layers(module, dtype):
             return compute()
     found: T = module.nrl_run(compute)  # type: ignore[attr-defined]
     return found
@@ -232,7 +236,11 @@ def reset_after(module: nn.Module) -> Iterator[None]:
     The block has to use the gradients: newer versions of torch discard them when they reset the model.
     """
     try:
-        with contextlib.nullcontext() if isinstance(module, FSDPModule) else mixed_precision.guarded(module):
+        with (
+            contextlib.nullcontext()
+            if isinstance(module, FSDPModule)
+            else mixed_precision.restore_weights_after(module)
+        ):
             yield
     finally:
         if isinstance(module, FSDPModule):
@@ -241,50 +249,56 @@ def reset_after(module: nn.Module) -> Iterator[None]:
         module.zero_grad(set_to_none=True)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, in every process; a collective if it is sharded."""
+def gather_full(tensor: Tensor) -> Tensor:
+    """Return the full tensor in every process; a collective if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def piece(name: str, tensor: Tensor) -> Piece:
-    """What this process has of a weight; it may be empty."""
+def local_shard(name: str, tensor: Tensor) -> Piece:
+    """Return this process's part of a weight, which may be empty."""
     if not isinstance(tensor, DTensor):
-        return shards.whole(name, tensor)
+        return shards.full_shard(name, tensor)
     shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     index = tuple(slice(first, first + size) for first, size in zip(offsets, shape, strict=True))
     return Piece(name, tuple(tensor.shape), index, tensor.to_local())
 
 
-def own(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
-    """What this process has of some weights of a model, by the names of files; one that has two names is one piece."""
+def local_shards(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
+    """Return this process's parts of weights of a model, by the names of files.
+
+    A weight that has two names is one piece.
+    """
     made: dict[int, Piece] = {}
     for name, tensor in tensors.items():
         if id(tensor) not in made:
-            made[id(tensor)] = piece(name, tensor)
-    return weight_layout.in_files({name: made[id(tensor)] for name, tensor in tensors.items()}, parts(module))
+            made[id(tensor)] = local_shard(name, tensor)
+    return weight_layout.map_to_files({name: made[id(tensor)] for name, tensor in tensors.items()}, find_parts(module))
 
 
-def parts(module: nn.Module) -> weight_layout.Parts:
-    """Of which weights of files a model's are made; it may be sharded, which changes the names of its classes."""
-    return weight_layout.parts(_UNSHARDED.get(module, module))
+def find_parts(module: nn.Module) -> weight_layout.Parts:
+    """Return the weights of files that a model's weights consist of.
+
+    The model may be sharded, which changes the names of its classes.
+    """
+    return weight_layout.find_parts(_UNSHARDED.get(module, module))
 
 
-def spoken(peers: Peers, name: str, tensor: Tensor) -> Piece:
-    """As `piece`; empty, if another process has the same and speaks for it."""
-    found, copy = piece(name, tensor), peers.rank > 0
+def owned_shard(peers: ProcessGroup, name: str, tensor: Tensor) -> Piece:
+    """Return this process's part of a weight; empty, if another process owns the same."""
+    found, copy = local_shard(name, tensor), peers.rank > 0
     if isinstance(tensor, DTensor):
         places = zip(tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=True)
         copy = any(at for placement, at in places if placement.is_replicate())
-    return shards.nothing(found) if copy else found
+    return shards.empty_shard(found) if copy else found
 
 
 def skeleton(module: nn.Module) -> nn.Module:
-    """The model as it was before it was sharded, with parameters that take no memory."""
-    return _remade(_UNSHARDED.get(module, module), lambda x: torch.empty_like(x, device="meta"))
+    """Return the model before sharding, with parameters that take no memory."""
+    return _copy_with_parameters(_UNSHARDED.get(module, module), lambda x: torch.empty_like(x, device="meta"))
 
 
-def _remade(module: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A copy with new parameters, tied ones once; the memo keeps `deepcopy` from copying the old ones."""
+def _copy_with_parameters(module: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Copy a module with new parameters, tied ones once; the memo keeps `deepcopy` from copying the old ones."""
     memo: dict[int, Any] = {id(x): nn.Parameter(make(x.detach()), x.requires_grad) for x in module.parameters()}
     return copy.deepcopy(module, memo)
 

@@ -12,12 +12,12 @@ from nrl.backends.fsdp import sharding
 from nrl.backends.fsdp.optimizer import TorchOptimizer
 from nrl.backends.models import weight_layout
 from nrl.backends.models.named_weights import a_few, named_tensors, weight_name
-from nrl.backends.models.shards import whole
+from nrl.backends.models.shards import full_shard
 from nrl.backends.training.saving.storage import KEYS, MODEL, MOMENTS, NUMBER
 from nrl.backends.types import Piece
 from nrl.errors import CheckpointError
 
-__all__ = ["fresh_state", "pieces", "shapes", "with_numbers"]
+__all__ = ["fresh_state", "pieces", "shapes", "unwrap_numbers"]
 
 type _Wanted = Callable[[str], bool] | None
 
@@ -28,7 +28,7 @@ def pieces(
     piece: Callable[[str, Tensor], Piece],
     wanted: _Wanted = None,
 ) -> Iterator[Piece]:
-    """A model's tensors, tied weights once, and an optimizer's state, by the names that files have.
+    """Yield a model's tensors, tied weights once, and an optimizer's state, by the names that files have.
 
     Args:
         module: the model.
@@ -36,10 +36,10 @@ def pieces(
         piece: makes a piece of a tensor with a name.
         wanted: whether a weight of this name is stored; None: all are.
     """
-    found = sharding.parts(module)
+    found = sharding.find_parts(module)
 
     def cut(prefix: str, name: str, tensor: Tensor, suffix: str = "") -> Iterator[Piece]:
-        for part in weight_layout.cut([piece(name, tensor.detach())], found):
+        for part in weight_layout.split_for_files([piece(name, tensor.detach())], found):
             yield attrs.evolve(part, name=f"{prefix}{part.name}{suffix}")
 
     for name, tensor in _weights(module, wanted):
@@ -50,18 +50,20 @@ def pieces(
             if x.ndim:
                 yield from cut(MOMENTS, name, x, f".{key}")
             else:
-                for part in _files(found, name):
+                for part in _names_in_files(found, name):
                     yield piece(f"{MOMENTS}{part}.{key}", x)
 
 
 def shapes(module: nn.Module, wanted: _Wanted = None) -> dict[str, tuple[int, ...]]:
-    """The shapes of a model's weights, by the names that files have."""
-    tensors = {name: whole(name, tensor) for name, tensor in _weights(module, wanted)}
-    return {name: piece.shape for name, piece in weight_layout.in_files(tensors, sharding.parts(module)).items()}
+    """Return the shapes of a model's weights, by the names that files have."""
+    tensors = {name: full_shard(name, tensor) for name, tensor in _weights(module, wanted)}
+    return {
+        name: piece.shape for name, piece in weight_layout.map_to_files(tensors, sharding.find_parts(module)).items()
+    }
 
 
 def fresh_state(module: nn.Module, optimizer: TorchOptimizer, there: Mapping[str, Tensor]) -> None:
-    """State of zeros for the parameters of which something is stored, to be filled; then comes `with_numbers`.
+    """Make a state of zeros for the parameters that have a stored state; fill it, then call `unwrap_numbers`.
 
     Args:
         module: the model.
@@ -71,7 +73,7 @@ def fresh_state(module: nn.Module, optimizer: TorchOptimizer, there: Mapping[str
     Raises:
         CheckpointError: it is of another optimizer.
     """
-    keys, found = defaultdict[str, list[str]](list), sharding.parts(module)
+    keys, found = defaultdict[str, list[str]](list), sharding.find_parts(module)
     for name in there:
         if name.startswith(MOMENTS):
             weight, _, key = name.rpartition(".")
@@ -79,7 +81,7 @@ def fresh_state(module: nn.Module, optimizer: TorchOptimizer, there: Mapping[str
     names = {parameter: name for name, parameter in _parameters(module)}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            weight = f"{MOMENTS}{_files(found, names[parameter])[0]}"
+            weight = f"{MOMENTS}{_names_in_files(found, names[parameter])[0]}"
             if not (stored := keys.get(weight)):
                 continue
             known = stored if group.get("keeps") is None else group["keeps"]
@@ -92,7 +94,7 @@ def fresh_state(module: nn.Module, optimizer: TorchOptimizer, there: Mapping[str
             optimizer.state[parameter] = {key: _zeros(key, x, parameter, group) for key, x in like.items()}
 
 
-def with_numbers(optimizer: TorchOptimizer) -> None:
+def unwrap_numbers(optimizer: TorchOptimizer) -> None:
     """Let what was stored as a number be one again."""
     for state in optimizer.state.values():
         for key in [key for key in state if key.endswith(NUMBER)]:
@@ -117,8 +119,8 @@ def _tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
             yield key + NUMBER, torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else None)
 
 
-def _files(found: weight_layout.Parts, name: str) -> list[str]:
-    """What files call the weights that a model's weight is made of."""
+def _names_in_files(found: weight_layout.Parts, name: str) -> list[str]:
+    """Return the names in files of the weights that a model's weight consists of."""
     return [part.name for part in found.get(name, ())] or [name]
 
 

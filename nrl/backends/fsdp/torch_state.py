@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from nrl.backends.fsdp.optimizer import TorchOptimizer
-from nrl.backends.training.adapters import Adapter
+from nrl.backends.training.adapters import AdapterParams
 from nrl.runtime.mesh.offload import rest, to_host, wake
 
 __all__ = ["TorchParams", "TorchState"]
@@ -22,7 +22,7 @@ class TorchState(NamedTuple):
     def rest(self) -> None:
         """Move model and moments off the device; see `nrl.runtime.mesh.offload.Rests`."""
         self._move_moments(to_host(self.optimizer))
-        rest(self.module)  # which waits for all copies
+        rest(self.module)  # This waits for all copies.
 
     def wake(self) -> None:
         """Move them back."""
@@ -36,4 +36,4 @@ class TorchState(NamedTuple):
             moments |= {key: move(x) for key, x in moments.items() if isinstance(x, Tensor) and x.ndim}
 
 
-type TorchParams = nn.Module | Adapter[nn.Module]
+type TorchParams = nn.Module | AdapterParams[nn.Module]

@@ -20,7 +20,7 @@ __all__ = ["sampler"]
 def sampler(
     place: Slots | Mesh, model: Model, sampling: Sampling | None = None, *, routes: bool = False, **engine: Any
 ) -> EnginePool:
-    """A sampler that decodes by plain PyTorch, with its own copy of the weights in each process of its mesh.
+    """Make a sampler that decodes by plain PyTorch, with its own copy of the weights in each process of its mesh.
 
     Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE models without sliding windows decode with preallocated keys and values;
     all others with transformers' own cache, which is exact, too, and slower (see `nrl.backends.hf.cache`).

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from nrl.backends.hf import layers
+from nrl.backends.hf import decoder_layers
 from nrl.backends.hf.recording import Recording
 from nrl.errors import ModelError
 
@@ -36,7 +36,7 @@ class Cache(Protocol):
     """Keys and values of the rows that are still being decoded, and the forward passes over them."""
 
     routes: dict[int, Tensor]
-    """Of each prompt that was read, by its place among them, ``[len(prompt), layers, k]``, if they are recorded."""
+    """``[len(prompt), layers, k]`` of each prompt that was read, by its index, if routes are recorded."""
 
     def prefill(self, prompts: Sequence[Sequence[int]], origin: np.ndarray) -> Tensor:
         """Read each prompt once; row i answers ``prompts[origin[i]]``. Logits ``[B, V]`` of each row's next token."""
@@ -118,20 +118,20 @@ def prepare(module: Any) -> bool:
     # Left out of the registry of masks on purpose: transformers then builds no mask, and passes ours on
     AttentionInterface.register(ATTENTION, attend)
     module.set_attn_implementation(ATTENTION)
-    if _steps_alike(module):
+    if _computes_alike(module):
         _STACKED.add(module)
     return True
 
 
-def _steps_alike(module: Any) -> bool:
-    """Whether `nrl.backends.hf.layers` computes the same as the module."""
+def _computes_alike(module: Any) -> bool:
+    """Return whether `nrl.backends.hf.decoder_layers` computes the same as the module."""
     found = []
     with torch.no_grad():
         for stacked in (False, True):
             cache = Preallocated(module, 1, 1)
             cache.prefill([[0, 1]], np.zeros(1, dtype=np.int64))
             try:
-                cache.stack = layers.stack(module) if stacked else None
+                cache.stack = decoder_layers.stack(module) if stacked else None
             except AttributeError:
                 return False
             found.append(cache.step(*torch.tensor([[1], [2]], device=module.device)))
@@ -155,11 +155,11 @@ class Preallocated:
     def __init__(self, module: Any, rows: int, new_tokens: int, recording: Recording | None = None) -> None:
         self.module, self.rows, self.new_tokens = module, rows, new_tokens
         self.recording, self.routes = recording, dict[int, Tensor]()
-        self.layers: list[Tensor] = []  # for each layer, keys and values [2, B, h, capacity, D]
+        self.layers: list[Tensor] = []  # keys and values of each layer, [2, B, h, capacity, D]
         self.bias: Tensor | None = None  # [B, 1, 1, capacity]; None: all prompts have the same length
-        self.columns = 0  # that have been written
+        self.columns = 0  # number of written columns
         self.width = 0  # columns of prompts
-        self.stack = layers.stack(module) if module in _STACKED else None
+        self.stack = decoder_layers.stack(module) if module in _STACKED else None
 
     def prefill(self, prompts: Sequence[Sequence[int]], origin: np.ndarray) -> Tensor:
         """See `Cache`. Prompts of similar length are read together."""
@@ -169,10 +169,10 @@ class Preallocated:
         for block in _blocks(lengths):
             part = Preallocated(self.module, len(block), 0)
             T, last = int(lengths[block].max()), _index(lengths[block] - 1, device)
-            ids = _padded([prompts[j] for j in block], left=False)[0].to(device)
+            ids = _pad_prompts([prompts[j] for j in block], left=False)[0].to(device)
             hidden = part.forward(ids, torch.arange(T, device=device)[None])
             if self.recording is not None:
-                routes = self.recording.taken().unflatten(0, (len(block), T))
+                routes = self.recording.take_routes().unflatten(0, (len(block), T))
                 self.routes |= {int(j): row[: lengths[j]] for j, row in zip(block, routes, strict=True)}
             ends = self._head(hidden[torch.arange(len(block), device=device), last])
             if logits is None:
@@ -199,7 +199,7 @@ class Preallocated:
         if self.stack is None:
             return self._head(self.forward(tokens[:, None], positions[:, None])[:, 0])
         bias = None if self.bias is None else self.bias[: self.rows, :, :, : self.columns + 1]
-        hidden = layers.step(self.stack, tokens, positions, self.layers, self.columns, bias)
+        hidden = decoder_layers.step(self.stack, tokens, positions, self.layers, self.columns, bias)
         self.columns += 1
         return self._head(hidden)
 
@@ -227,7 +227,7 @@ class Preallocated:
         return hidden
 
     def update(self, key: Tensor, value: Tensor, layer: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """For transformers' attention layers: append, and return all that the rows have."""
+        """Append keys and values, and return all of the rows; transformers' attention layers call it."""
         if layer == len(self.layers):  # these are the first tokens, and nothing is allocated yet
             self.layers.append(torch.stack([key, value]))
             return key, value
@@ -238,15 +238,15 @@ class Preallocated:
         return keys, values
 
     def get_seq_length(self, layer: int = 0) -> int:
-        """For transformers: how many columns are written."""
+        """Return the number of written columns; transformers calls it."""
         return self.columns
 
     def get_query_offset(self, layer: int = 0) -> int:
-        """For transformers: the column of the next token."""
+        """Return the column of the next token; transformers calls it."""
         return self.columns
 
     def get_mask_sizes(self, length: int, layer: int = 0) -> tuple[int, int]:
-        """For transformers: how many columns a mask for ``length`` more tokens has, and its first one."""
+        """Return the columns of a mask for ``length`` more tokens, and its first one; transformers calls it."""
         return self.columns + length, 0
 
     def _head(self, hidden: Tensor) -> Tensor:
@@ -309,11 +309,11 @@ class Generic:
     def prefill(self, prompts: Sequence[Sequence[int]], origin: np.ndarray) -> Tensor:
         """See `Cache`."""
         device = self.module.device
-        ids, mask = _padded(prompts, left=True)
+        ids, mask = _pad_prompts(prompts, left=True)
         self.mask = mask.to(device)
         logits = self._forward(ids.to(device), (self.mask.cumsum(1) - 1).clamp_(min=0))
         if self.recording is not None:
-            routes = self.recording.taken().unflatten(0, (len(prompts), -1))
+            routes = self.recording.take_routes().unflatten(0, (len(prompts), -1))
             self.routes = {j: row[-len(prompts[j]) :] for j, row in enumerate(routes)}
         rows = _index(origin, device)
         self._select(rows)
@@ -345,8 +345,8 @@ def _index(rows: np.ndarray, device: torch.device) -> Tensor:
     return torch.from_numpy(rows).to(device)
 
 
-def _padded(prompts: Sequence[Sequence[int]], *, left: bool) -> tuple[Tensor, Tensor]:
-    """Prompts as int64 ``[P, T]``, and a mask that is 1 where there is a token."""
+def _pad_prompts(prompts: Sequence[Sequence[int]], *, left: bool) -> tuple[Tensor, Tensor]:
+    """Return prompts as int64 ``[P, T]``, and a mask that is 1 at tokens."""
     lengths = np.array([len(prompt) for prompt in prompts])
     T = int(lengths.max())
     columns = np.arange(T)[None]
@@ -357,7 +357,7 @@ def _padded(prompts: Sequence[Sequence[int]], *, left: bool) -> tuple[Tensor, Te
 
 
 def _blocks(lengths: np.ndarray) -> list[np.ndarray]:
-    """Blocks of prompts of similar length, the longest last, with at most `_PREFILL` tokens or one prompt each."""
+    """Return blocks of prompts of similar length, the longest last, of at most `_PREFILL` tokens or one prompt each."""
     blocks: list[list[int]] = [[]]
     for j in np.argsort(lengths, kind="stable"):
         if blocks[-1] and lengths[j] * (len(blocks[-1]) + 1) > _PREFILL:

@@ -183,7 +183,7 @@ class _Routes(NamedTuple):
     sampled: Tensor
 
     def of_rows(self) -> list[Tensor]:
-        """For each row, ``[n, layers, k]`` on the CPU, of its prompt and of all sampled tokens but the last."""
+        """Return ``[n, layers, k]`` on the CPU for each row, of its prompt and of all sampled tokens but the last."""
         order = torch.from_numpy(np.argsort(self.rows, kind="stable"))
         lengths = np.bincount(self.rows, minlength=len(self.prompts)).tolist()
         parts = zip(self.prompts, self.sampled.cpu()[order].split(lengths), strict=True)
@@ -225,7 +225,7 @@ def _loop(
             noise = uniforms(seeds[rows], lengths[rows] + k, min(_AHEAD, int(budget.max()) - k)).to(device)
         tokens, logprobs = draw(logits, noise[k % _AHEAD], **sampling)
         steps.append((rows, tokens, logprobs))
-        stopped = stops.ended(tokens)
+        stopped = stops.find_ended(tokens)
         leaves = stopped | (budget[rows] == k + 1) | given_up[rows]
         if leaves.any():
             ended[rows[stopped]] = True
@@ -241,7 +241,7 @@ def _loop(
             stops.keep(kept)
         logits = cache.step(tokens, positions)
         if recording is not None:
-            routed.append((rows, recording.taken()))
+            routed.append((rows, recording.take_routes()))
         positions = positions + 1
         yield
     every, tokens_of, logprobs_of = zip(*steps, strict=True)
@@ -262,7 +262,7 @@ class Stops:
 
     def __init__(self, token_ids: Sequence[int], texts: Sequence[str], tokenizer: Any) -> None:
         self.token_ids, self._tokenizer = list(token_ids), tokenizer
-        self._texts: dict[int, list[bytes]] = {}  # by the last byte
+        self._texts: dict[int, list[bytes]] = {}  # texts by their last byte
         for text in dict.fromkeys(texts):
             whole = text.encode("utf-8", "surrogatepass")
             self._texts.setdefault(whole[-1], []).append(whole)
@@ -273,10 +273,10 @@ class Stops:
         """Start with so many rows, none of which has ended."""
         self._stops = torch.zeros(vocabulary, dtype=torch.bool, device=device)
         self._stops[torch.tensor(self.token_ids, dtype=torch.long, device=device)] = True
-        self._tails = [b""] * rows  # what each row ended with, as much as a text may begin in
+        self._tails = [b""] * rows  # the last bytes of each row, in which a stop text may begin
 
-    def ended(self, tokens: Tensor) -> np.ndarray:
-        """``[rows]`` bool: whether the tokens ``[rows]`` that were sampled now end their rows."""
+    def find_ended(self, tokens: Tensor) -> np.ndarray:
+        """Return ``[rows]`` bool: whether the tokens ``[rows]`` that were sampled now end their rows."""
         ended: np.ndarray = self._stops[tokens].cpu().numpy()  # the one place where a step waits for the device
         if self._bytes is not None:
             for row, token in enumerate(tokens.tolist()):
@@ -288,12 +288,12 @@ class Stops:
         return ended
 
     def keep(self, rows: np.ndarray) -> None:
-        """Forget all other rows."""
+        """Keep these rows and forget all others."""
         self._tails = [self._tails[row] for row in rows.tolist()]
 
 
 def _token_bytes(tokenizer: Any) -> Callable[[int], bytes]:
-    """Return what maps a token to the bytes that it adds to a text, special tokens included.
+    """Return a function from a token to the bytes that it adds to a text, special tokens included.
 
     Args:
         tokenizer: of transformers.

@@ -14,15 +14,15 @@ from nrl.backends.hf.recording import Recording
 from nrl.backends.models import lora
 from nrl.backends.models.loading import end_tokens, load_tokenizer
 from nrl.backends.models.positions import context_length
-from nrl.backends.models.shards import Filling, wholes
-from nrl.backends.models.weight_layout import in_files, parts
+from nrl.backends.models.shards import ShardLoader, full_shards
+from nrl.backends.models.weight_layout import find_parts, map_to_files
 from nrl.backends.types import Bucket, Model
 from nrl.runtime.intraop import fit_threads
 from nrl.runtime.mesh.offload import rest, wake
 
 __all__ = ["HfEngine"]
 
-_SECONDS = 1.0  # that it decodes before it looks whether requests were cancelled
+_SECONDS = 1.0  # Cancelled requests are noticed after so many seconds of decoding.
 
 
 class HfEngine:
@@ -38,7 +38,7 @@ class HfEngine:
         kept = {each.dtype for each in module.parameters() if each.ndim > 1}
         self.matrices = kept.pop() if len(kept) == 1 else None
         self.stops = end_tokens(getattr(module, "generation_config", None), tokenizer)
-        self.filling: Filling | None = None
+        self.filling: ShardLoader | None = None
         prepare(module)
         self._recording = Recording(module) if routes else None
         self._batches: list[tuple[list[Request], Decoding]] = []  # the first is decoded, the others wait
@@ -92,15 +92,17 @@ class HfEngine:
         """Prepare for new weights, with which everything that is under way is decoded anew."""
         for _, decoding in self._batches:
             decoding.restart()
-        self.filling = Filling(in_files(wholes(lora.replaced(self.module)), parts(self.module)), "receive")
+        self.filling = ShardLoader(
+            map_to_files(full_shards(lora.select_published(self.module)), find_parts(self.module)), "receive"
+        )
 
     def add(self, bucket: Bucket) -> None:
-        """Copy some of the new weights in."""
+        """Copy some of the new weights into the model."""
         assert self.filling is not None
         self.filling.add(bucket)
 
     def end(self, version: int) -> None:
-        """Check that all have come."""
+        """Check that all weights have come."""
         assert self.filling is not None
         self.filling.end()
         self.filling = None

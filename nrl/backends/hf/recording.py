@@ -30,7 +30,7 @@ class Recording:
     >>> recording = Recording(module)
     >>> with recording.on(), torch.no_grad():
     ...     _ = module(torch.tensor([[1, 2, 3]]))
-    ...     recording.taken().shape
+    ...     recording.take_routes().shape
     torch.Size([3, 2, 2])
     """
 
@@ -53,8 +53,8 @@ class Recording:
     def _note(self, name: str, router: nn.Module, args: Any, output: Any) -> None:
         self._found[name] = output[2].to(torch.int16)
 
-    def taken(self) -> Tensor:
-        """The experts of the forward that has just ended: ``[n, layers, k]`` int16, of its n tokens in their order.
+    def take_routes(self) -> Tensor:
+        """Return and forget the experts of the last forward: ``[n, layers, k]`` int16, of its n tokens in their order.
 
         Raises:
             ModelError: a router did not run.

@@ -22,7 +22,7 @@ from nrl.runtime import Layout, Mesh, Slots, as_mesh
 
 __all__ = ["trainer"]
 
-_NUMBERS = itertools.count(1)  # so that errors can tell trainers apart
+_NUMBERS = itertools.count(1)  # Errors name the trainer by its number.
 
 
 @checked("megatron.trainer")
@@ -38,7 +38,7 @@ def trainer(
     layout: Layout | None = None,
     **options: Any,
 ) -> Trainer:
-    """A trainer on Megatron Core, which may be exchanged for `nrl.backends.fsdp.trainer`.
+    """Make a trainer on Megatron Core, which may be exchanged for `nrl.backends.fsdp.trainer`.
 
     It knows the dense models of Llama, Mistral, Qwen 2 and Qwen 3, and splits them as ``layout`` says: along tp with
     sequence parallelism, along cp, in a pipeline (1F1B, or with ``vp`` interleaved), and over copies, whose optimizer
@@ -103,12 +103,12 @@ def _make_engine(
     layout: Layout,
     alone: bool,
 ) -> TrainEngine[Any, Any]:
-    """In a process of the mesh, which may be the mesh's alone."""
+    """Make an engine in a process of the mesh; ``alone`` says that the process belongs to the mesh."""
     _quiet()
     from nrl.backends.megatron.megatron_engine import MegatronEngine
     from nrl.backends.megatron.options import options as sorted_options
     from nrl.backends.training.device_metrics import device_of
-    from nrl.backends.training.layout.packed_attention import packing_on
+    from nrl.backends.training.layout.packed_attention import choose_packing
     from nrl.runtime import cuda_allocator, process
 
     where = device_of("megatron.trainer", device)
@@ -117,7 +117,7 @@ def _make_engine(
     here = process().device_mesh
     if here is None:  # this process stands for all
         layout = Layout()
-    packing = Sequences if layout.cp > 1 else packing_on(where, packing, model.dtype, "megatron.trainer") or packing
+    packing = Sequences if layout.cp > 1 else choose_packing(where, packing, model.dtype, "megatron.trainer") or packing
     return MegatronEngine(model, optimizer, packing, sorted_options(options), where, layout, here)
 
 

@@ -5,12 +5,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nrl.backends.training.layout.h2d import to_device
+from nrl.backends.training.layout.h2d import copy_to_device
 from nrl.backends.training.layout.microbatch_plan import Plan
-from nrl.backends.training.layout.packed_attention import OverRectangles, OverSequences, over
+from nrl.backends.training.layout.packed_attention import RectangleAttention, SequenceAttention, make_attention
 from nrl.batch.packed_rows import Block, Rectangles, Sequences
 
-__all__ = ["Tokens", "cut", "filled_up", "tokens"]
+__all__ = ["Tokens", "pad_rows", "slice_rows", "slice_tokens"]
 
 
 class Tokens(NamedTuple):
@@ -28,15 +28,15 @@ class Tokens(NamedTuple):
 
     input_ids: Tensor
     position_ids: Tensor
-    attention: OverRectangles | OverSequences
+    attention: RectangleAttention | SequenceAttention
     places: Tensor
     read: Tensor
     reads: Tensor
     routes: Tensor | None
 
 
-def tokens(work: Plan, least: int, multiple: int, count: int, rank: int, device: torch.device) -> Tokens:
-    """What one of ``count`` processes along cp computes on.
+def slice_tokens(work: Plan, least: int, multiple: int, count: int, rank: int, device: torch.device) -> Tokens:
+    """Return the tokens that one of ``count`` processes along cp computes on.
 
     Args:
         work: from `nrl.backends.training.layout.microbatch_plan.plan`, with packed rows.
@@ -52,11 +52,11 @@ def tokens(work: Plan, least: int, multiple: int, count: int, rank: int, device:
     size = max(len(ids), least)
     missing = size - len(ids) + -size % (multiple * (1 if count == 1 else 2 * count))
     ids, positions = (torch.nn.functional.pad(x, (0, missing)) for x in (ids, positions))
-    rows = filled_up(work.rows, missing)
+    rows = pad_rows(work.rows, missing)
     mine = torch.arange(len(ids))
     if count > 1:
         assert isinstance(rows, Sequences)
-        mine, rows = cut(rows, len(ids), count, rank)
+        mine, rows = slice_rows(rows, len(ids), count, rank)
     where = torch.full((len(ids),), -1)
     where[mine] = torch.arange(len(mine))
     places = where[work.places]
@@ -68,12 +68,12 @@ def tokens(work: Plan, least: int, multiple: int, count: int, rank: int, device:
         routes = torch.cat([routes, any_legal])[mine]
     own = places[read]
     reads = torch.bincount(own, minlength=len(mine))  # here, since on a GPU it would wait
-    ids, positions, rows, own, reads = to_device((ids, positions, rows, own, reads), device)
-    return Tokens(ids, positions, over(rows), own, read, reads, routes)
+    ids, positions, rows, own, reads = copy_to_device((ids, positions, rows, own, reads), device)
+    return Tokens(ids, positions, make_attention(rows), own, read, reads, routes)
 
 
-def filled_up(rows: Rectangles | Sequences, missing: int) -> Rectangles | Sequences:
-    """Rows with one more of ``missing`` tokens, which nobody reads."""
+def pad_rows(rows: Rectangles | Sequences, missing: int) -> Rectangles | Sequences:
+    """Add a row of ``missing`` tokens, which nobody reads."""
     if missing == 0:
         return rows
     if isinstance(rows, Rectangles):
@@ -96,8 +96,8 @@ def _with_end(cumulative: Tensor, more: int) -> Tensor:
     return torch.cat([cumulative, cumulative[-1:] + more])
 
 
-def cut(rows: Sequences, size: int, count: int, rank: int) -> tuple[Tensor, Sequences]:
-    """The part of flat tokens that one of ``count`` processes has, and how it attends to the keys of all.
+def slice_rows(rows: Sequences, size: int, count: int, rank: int) -> tuple[Tensor, Sequences]:
+    """Return the flat tokens that one of ``count`` processes has, and how they attend to the keys of all.
 
     Tokens are cut into ``2 * count`` chunks, of which process r has the r-th from the beginning and the r-th from the
     end: so all have about equally many keys before their queries.

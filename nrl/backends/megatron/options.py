@@ -70,7 +70,7 @@ _OWN = {
     ),
     "the column 'routes' of a batch": ("moe_enable_routing_replay",),
 }
-"""What says it here, for the options that cannot be given."""
+"""The options of Megatron that nrl decides, by the argument that decides them."""
 
 _NOT_SUMS = (
     "moe_aux_loss_coeff",

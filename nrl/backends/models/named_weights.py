@@ -32,7 +32,7 @@ _WRAPPED = re.compile(r"(\.)base_layer\.|(\.lora_[AB]\.)default\.")
 
 
 def is_score(name: str) -> bool:
-    """Whether a weight is of a value or reward head.
+    """Return whether a weight is of a value or reward head.
 
     >>> is_score("score.weight"), is_score("lm_head.weight")
     (True, False)
@@ -41,7 +41,7 @@ def is_score(name: str) -> bool:
 
 
 def is_head(name: str) -> bool:
-    """Whether a weight is of some head.
+    """Return whether a weight is of any head.
 
     >>> is_head("score.weight"), is_head("lm_head.weight"), is_head("model.norm.weight")
     (True, True, False)
@@ -50,18 +50,18 @@ def is_head(name: str) -> bool:
 
 
 def head_weight(module: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """Weight ``[V, H]`` and bias ``[V]`` of a language-model head; ``[1, H]`` and ``[1]`` of another one."""
+    """Return weight ``[V, H]`` and bias ``[V]`` of a language-model head; ``[1, H]`` and ``[1]`` of another one."""
     head = getattr(module, SCORE, None) or module.get_output_embeddings()  # type: ignore[operator]
     return head.weight, getattr(head, "bias", None)
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by their Hugging Face names; those of an adapter by the names in its files."""
+    """Return parameters and persistent buffers by their Hugging Face names; an adapter's by the names in its files."""
     return {weight_name(name): tensor for name, tensor in module.state_dict(keep_vars=True).items()}
 
 
 def weight_name(name: str) -> str:
-    """The name that a weight has in files, whether peft has wrapped its layer or not.
+    """Return the name of a weight in files, whether peft has wrapped its layer or not.
 
     >>> weight_name("q_proj.base_layer.weight"), weight_name("q_proj.lora_A.default.weight")
     ('q_proj.weight', 'q_proj.lora_A.weight')
@@ -101,7 +101,7 @@ def check_arrived(missing: Collection[str], who: str) -> None:
 
 
 def a_few(names: Iterable[str], most: int = 5) -> str:
-    """The first of some names, and how many more there are.
+    """Return the first names of a list, and the number of the others.
 
     >>> a_few("abcd", 3)
     'a, b, c and 1 more'

@@ -44,7 +44,7 @@ def count_positions(config: Any) -> int | None:
 
 
 def context_length(module: nn.Module) -> int:
-    """The most tokens that a row may have, by the model's positions.
+    """Return the most tokens that a row may have, by the model's positions.
 
     Raises:
         ModelError: the config has no such number.

@@ -13,9 +13,9 @@ import attrs
 from nrl.arguments import checked
 from nrl.backends.models.loading import end_tokens, load_config, load_tokenizer
 from nrl.backends.models.positions import count_positions
-from nrl.backends.openai.client import connected
-from nrl.backends.openai.endpoint import Endpoint, Meaning, probe, served
-from nrl.backends.openai.several import Servers
+from nrl.backends.openai.client import connect
+from nrl.backends.openai.endpoint import CompletionEndpoint, Meaning, find_model, probe
+from nrl.backends.openai.several import ServerGroup
 from nrl.backends.sampling.base import Capabilities, Inflight
 from nrl.backends.sampling.validation import check_prompts, truncates, warn_of_truncation
 from nrl.backends.types import Bucket, Chunks, Completion, Model, Sampling
@@ -39,7 +39,7 @@ def sampler(
     timeout: float = 600.0,
     in_flight: int = 256,
 ) -> "EndpointSampler":
-    """A sampler whose tokens a server draws, through its ``/v1/completions``.
+    """Make a sampler whose tokens a server draws, through its ``/v1/completions``.
 
     Before it returns it asks the server for a few tokens, to find out whether the server gives token ids and takes
     seeds, and which distribution its log-probabilities are of. It refuses a sampling for which the server would give
@@ -75,12 +75,12 @@ def sampler(
     nrl.errors.ArgumentError: openai.sampler: the url is 'localhost:8000'; give one such as 'http://localhost:8000/v1'
     >>> policy = openai.sampler("http://localhost:8000/v1", tiny.model())  # doctest: +SKIP
     """
-    servers = [connected(_WHO, each, api_key, timeout, in_flight) for each in ([url] if isinstance(url, str) else url)]
+    servers = [connect(_WHO, each, api_key, timeout, in_flight) for each in ([url] if isinstance(url, str) else url)]
     if not servers:
         raise ArgumentError(f"{_WHO}: url is empty; give the address of a server, or several")
     tokenizer = load_tokenizer(model)
     config, generation = load_config(model)
-    found = [served(server, name) for server in servers]
+    found = [find_model(server, name) for server in servers]
     if len({name for name, _ in found}) > 1:
         named = ", ".join(f"{server.url} serves {name!r}" for server, (name, _) in zip(servers, found, strict=True))
         raise GenerationError(
@@ -88,7 +88,7 @@ def sampler(
         )
     own = count_positions(config)
     limits = [*(limit or own for _, limit in found), tokenizer.model_max_length]
-    first = Endpoint(
+    first = CompletionEndpoint(
         servers[0],
         found[0][0],
         context_length=min(int(each) for each in limits if each is not None),
@@ -103,7 +103,7 @@ def sampler(
             f"{_WHO}: {servers[0].url} and {servers[other].url} give log-probabilities of different distributions; "
             "start all servers with the same options"
         )
-    made = EndpointSampler(Servers(endpoints), meanings[0], tokenizer, sampling or Sampling())
+    made = EndpointSampler(ServerGroup(endpoints), meanings[0], tokenizer, sampling or Sampling())
     made.check(made.sampling)
     return made
 
@@ -121,7 +121,7 @@ class EndpointSampler:
         capabilities: it streams, and decodes elsewhere.
     """
 
-    servers: Servers = attrs.field(repr=lambda servers: repr(servers.endpoints))
+    servers: ServerGroup = attrs.field(repr=lambda servers: repr(servers.endpoints))
     meaning: Meaning
     tokenizer: Any = attrs.field(repr=False)
     sampling: Sampling
@@ -129,7 +129,7 @@ class EndpointSampler:
     capabilities: Capabilities = Capabilities(streams=True, remote=True)
 
     @property
-    def endpoint(self) -> Endpoint:
+    def endpoint(self) -> CompletionEndpoint:
         """The model at the first of them."""
         return self.servers.endpoints[0]
 
@@ -158,7 +158,7 @@ class EndpointSampler:
     def stream(
         self, prompts: Sequence[Chunks], seeds: Sequence[int], sampling: Sampling | None = None
     ) -> "list[futures.Future[Completion]]":
-        """As `generate`, with a future for each row; cancelling one hangs up on the server.
+        """Complete each prompt, with a future for each row; cancelling one hangs up on the server. See `generate`.
 
         A future raises `LostRequest` where the server fails in all attempts; `ClusterError` or `DeadlineExceeded` where
         it has also failed as many requests in a row as may be under way at once; and `GenerationError` where it refuses
@@ -170,7 +170,7 @@ class EndpointSampler:
         warn_of_truncation(_WHO, chosen, self.endpoint.vocabulary)
         tokens = cast(Sequence[Sequence[int]], prompts)
         bodies = [self.endpoint.request(*each, chosen) for each in zip(tokens, seeds, strict=True)]
-        places = self.servers.place(tokens)
+        places = self.servers.choose(tokens)
         return [beside(self.servers.complete(*each)) for each in zip(bodies, places, strict=True)]
 
     def receive(self, buckets: Iterable[Bucket | Future[Bucket]], version: int, *, inflight: Inflight = "wait") -> None:

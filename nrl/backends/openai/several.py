@@ -1,4 +1,4 @@
-"""One model at several servers: which of them is asked, and what happens where one fails."""
+"""One model at several servers: the choice of a server, and failover."""
 
 import math
 import threading
@@ -6,30 +6,30 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nrl.backends.openai.endpoint import Endpoint
+from nrl.backends.openai.endpoint import CompletionEndpoint
 from nrl.backends.sampling.prefix_router import Router
 from nrl.backends.types import Completion
 from nrl.errors import ClusterError, LostRequest
 
-__all__ = ["Servers"]
+__all__ = ["ServerGroup"]
 
 _AWAY = 60.0  # seconds for which a server that has failed is asked only if all have
 
 
-class Servers:
+class ServerGroup:
     """Servers of one model. A request goes to the one that has read the beginning of its prompt, unless it is too busy.
 
     Args:
         endpoints: the model at each; at least one.
     """
 
-    def __init__(self, endpoints: Sequence[Endpoint]) -> None:
+    def __init__(self, endpoints: Sequence[CompletionEndpoint]) -> None:
         self.endpoints = tuple(endpoints)
         self._router, self._guard = Router(len(endpoints)), threading.Lock()
         self._under_way = [0] * len(endpoints)
         self._back = [-math.inf] * len(endpoints)  # when each may be asked again
 
-    def place(self, prompts: Sequence[Sequence[int]], failed: Sequence[int] = ()) -> list[int]:
+    def choose(self, prompts: Sequence[Sequence[int]], failed: Sequence[int] = ()) -> list[int]:
         """Choose a server for each of some prompts.
 
         Args:
@@ -51,7 +51,7 @@ class Servers:
         """
         failed = list[int]()
         while True:
-            self._under_way[at] += 1  # by the loop of the requests alone
+            self._under_way[at] += 1  # Only the event loop of the requests writes it.
             try:
                 found = await self.endpoints[at].complete(body)
             except (ClusterError, LostRequest):
@@ -66,4 +66,4 @@ class Servers:
                 return found._replace(times=found.times + len(failed))
             finally:
                 self._under_way[at] -= 1
-            (at,) = self.place([body["prompt"]], failed)
+            (at,) = self.choose([body["prompt"]], failed)

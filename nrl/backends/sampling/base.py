@@ -15,13 +15,13 @@ __all__ = ["Capabilities", "Inflight", "Probed", "Sampler", "Streams", "capabili
 
 
 type Inflight = Literal["wait", "keep", "abort"]
-"""What becomes of requests that are under way when new weights come; see `nrl.publish`."""
+"""The fate of requests in flight when new weights come; see `nrl.publish`."""
 
 
 @checked("Capabilities")
 @attrs.frozen
 class Capabilities:
-    """What a sampler can do beside the methods that every `Sampler` has.
+    """The abilities of a sampler beside the methods that every `Sampler` has.
 
     Args:
         streams: it takes on requests while it decodes others, and has the method of `Streams`.
@@ -48,7 +48,7 @@ class Capabilities:
 
 
 def capabilities(sampler: Any) -> Capabilities:
-    """What a sampler can do: its attribute ``capabilities``; one that has none can do nothing more than it must.
+    """Return a sampler's attribute ``capabilities``; without one, those of a sampler that can do no more than it must.
 
     >>> capabilities(object()) == Capabilities()
     True
@@ -58,7 +58,7 @@ def capabilities(sampler: Any) -> Capabilities:
 
 
 class Sampler(Protocol):
-    """What rollouts and `nrl.publish` need of a sampler. It may have ``capabilities``, too: see `Capabilities`."""
+    """The sampler that rollouts and `nrl.publish` need. It may have ``capabilities``, too: see `Capabilities`."""
 
     @property
     def version(self) -> int:
@@ -77,7 +77,7 @@ class Sampler(Protocol):
 
     @property
     def sampling(self) -> Sampling:
-        """How it samples where a call does not say."""
+        """The sampling of calls that name none."""
         ...
 
     def generate(
@@ -137,7 +137,7 @@ class Streams(Protocol):
     def stream(
         self, prompts: Sequence[Chunks], seeds: Sequence[int], sampling: Sampling | None = None
     ) -> "list[futures.Future[Completion]]":
-        """As `Sampler.generate`, with a future for each row; if one is cancelled, the sampler forgets the row."""
+        """Complete each prompt, with a future for each row; if one is cancelled, the sampler forgets the row."""
         ...
 
 

@@ -1,9 +1,8 @@
 """A sampler over a pool of engines of any kind, each with a copy of the weights.
 
-`generate` and `stream` place each request with an engine. The thread that looks after the engine's seat lets the engine
-decode as long as it has requests, answers those that are finished, and lets new ones join. Weights are received between
-two calls of an engine. An engine that dies is started again and gets the weights; its requests are asked again, here or
-elsewhere.
+`generate` and `stream` place each request with an engine. The thread of the engine's replica lets the engine decode as
+long as it has requests, answers the finished ones, and lets new ones join. Weights are received between two calls of an
+engine. An engine that dies is started again and gets the weights; its requests are asked again, here or elsewhere.
 """
 
 import itertools
@@ -21,9 +20,9 @@ from nrl.backends.engine import GIVEN_UP, Request, SampleEngine
 from nrl.backends.models.loading import load_tokenizer
 from nrl.backends.sampling.base import Capabilities, Inflight
 from nrl.backends.sampling.prefix_router import Router
-from nrl.backends.sampling.replica import Awaited, Seat, SeatState, Work
+from nrl.backends.sampling.replica import EngineReplica, EngineStep, PendingRequest, ReplicaState
 from nrl.backends.sampling.validation import check_prompts, warn_of_truncation
-from nrl.backends.sampling.weights import Weights, give, say
+from nrl.backends.sampling.weight_delivery import Weights, give, say
 from nrl.backends.types import Bucket, Chunks, Completion, Model, Sampling
 from nrl.errors import ConsumedState, DeadlineExceeded, GenerationError, LostRequest, ModelError, WeightMismatch
 from nrl.log import slow_wait
@@ -73,7 +72,7 @@ class EnginePool:
         self.version = 0
         """See `nrl.backends.Sampler`."""
         self.lag = 0
-        """How many publishes early it samples, for `nrl.ahead`."""
+        """The number of publishes that it samples early, for `nrl.ahead`."""
         self.capabilities = Capabilities(
             streams=isinstance(self, StreamingEnginePool),
             remote=meshes[0].cluster.remote,
@@ -83,24 +82,24 @@ class EnginePool:
             routes=routes,
         )
         self._name, self._cluster = name, meshes[0].cluster
-        self._changed = threading.Condition()  # guards the seats; every change of theirs notifies it
-        self._seats = [Seat(mesh, name, make, self._changed) for mesh in meshes]
-        self.context_length, self._vocabulary, dtype = self._seats[0].about()
+        self._changed = threading.Condition()  # Guards the replicas; each change of their state notifies it.
+        self._replicas = [EngineReplica(mesh, name, make, self._changed) for mesh in meshes]
+        self.context_length, self._vocabulary, dtype = self._replicas[0].about()
         self.capabilities = attrs.evolve(self.capabilities, dtype=dtype)
-        self._engines = [(seat, engine) for seat in self._seats for engine in range(seat.engines)]
-        self._places = {each: place for place, each in enumerate(self._engines)}
+        self._engines = [(seat, engine) for seat in self._replicas for engine in range(seat.engines)]
+        self._indices = {each: place for place, each in enumerate(self._engines)}
         self._router, self._numbers = Router(len(self._engines)), itertools.count()
-        self._tended: set[Seat] = set()  # a thread looks after them
-        self._called: set[Seat] = set()  # and waits for the answer of their engines
-        self._receives = threading.Lock()  # weights are received once at a time
-        self._weights: Iterable[Bucket | Future[Bucket]] | None = None  # for an engine that is started again
-        self._broken = ""  # what is wrong with the weights
+        self._tended: set[EngineReplica] = set()  # replicas that a thread looks after
+        self._called: set[EngineReplica] = set()  # replicas whose thread waits for the answer of their engines
+        self._receives = threading.Lock()  # One receive at a time.
+        self._weights: Iterable[Bucket | Future[Bucket]] | None = None  # Kept for engines that are started again.
+        self._broken = ""  # why the weights are unusable
         self._warned = False
 
     @property
     def meshes(self) -> list[Mesh]:
-        """Where its engines are."""
-        return [seat.mesh for seat in self._seats]
+        """The meshes of its engines."""
+        return [seat.mesh for seat in self._replicas]
 
     def generate(
         self,
@@ -144,25 +143,25 @@ class EnginePool:
         check_prompts(prompts, noise, chosen.stop_token_ids, self._vocabulary, self.context_length, media)
         given_up = GIVEN_UP.get()
 
-        def awaited(row: int, prompt: Chunks) -> Awaited:
+        def awaited(row: int, prompt: Chunks) -> PendingRequest:
             number, cancellable = next(self._numbers), given_up is not None
             request = Request(number, list(prompt), noise[row], chosen, cancellable)
-            return Awaited(request, is_given_up=lambda: given_up is not None and given_up()[row])
+            return PendingRequest(request, is_given_up=lambda: given_up is not None and given_up()[row])
 
         asked = [awaited(row, prompt) for row, prompt in enumerate(prompts)]
         with self._changed:
             if self._broken:
-                raise self._unfit()
+                raise self._make_unfit_error()
             self._place(asked, engines)
-        self._work_where_wanted()
+        self._start_work()
         return [each.answer for each in asked]
 
-    def _place(self, asked: Sequence[Awaited], engines: Sequence[int] | None = None) -> None:
+    def _place(self, asked: Sequence[PendingRequest], engines: Sequence[int] | None = None) -> None:
         """Choose an engine for each request, which waits for it from now on."""
         alive, load = self._alive(), self._load()
         if not alive:
             for each in asked:
-                each.fail(cast(BaseException, self._seats[0].error))
+                each.fail(cast(BaseException, self._replicas[0].error))
             return
         if engines is None and min(load) < math.inf:
             engines = self._router.choose([each.request.prompt for each in asked], load)
@@ -173,18 +172,18 @@ class EnginePool:
             seat.waiting[engine].append(each)
 
     def _load(self) -> list[float]:
-        return [each for seat in self._seats for each in seat.load]
+        return [each for seat in self._replicas for each in seat.load]
 
     def _alive(self) -> list[int]:
         return [place for place, (seat, _) in enumerate(self._engines) if seat.state != "lost"]
 
-    def _in(self, *states: SeatState) -> list[Seat]:
-        return [seat for seat in self._seats if seat.state in states]
+    def _list_in(self, *states: ReplicaState) -> list[EngineReplica]:
+        return [seat for seat in self._replicas if seat.state in states]
 
-    def _work_where_wanted(self) -> None:
-        """Start a thread for each seat with work that none looks after; do the work here where engines are local."""
+    def _start_work(self) -> None:
+        """Start a thread for each replica with work that has no thread; do the work here where engines are local."""
         with self._changed:
-            idle = [seat for seat in self._seats if seat.wanted and seat not in self._tended]
+            idle = [seat for seat in self._replicas if seat.has_work and seat not in self._tended]
             self._tended.update(idle)
         for seat in idle:
             if self.capabilities.remote:
@@ -192,15 +191,15 @@ class EnginePool:
             else:
                 self._work(seat)
 
-    def _work(self, seat: Seat) -> None:
-        """Let the engines of a seat decode until nobody waits for an answer, and start them again if they die."""
+    def _work(self, seat: EngineReplica) -> None:
+        """Let the engines of a replica decode until nobody waits for an answer, and start them again if they die."""
         try:
-            while (work := self._next(seat)) is not None:
+            while (work := self._next_steps(seat)) is not None:
                 try:
                     if seat.state != "starting":
                         self._answer(seat, seat.advance(work, self.version))
                 except Exception as error:
-                    if (death := seat.death(error)) is None:
+                    if (death := seat.describe_death(error)) is None:
                         self._fail(seat, error)
                     else:
                         seat.die(death)
@@ -215,15 +214,15 @@ class EnginePool:
             if not (self.capabilities.remote and isinstance(error, Exception)):
                 raise
 
-    def _next(self, seat: Seat) -> list[Work] | None:
-        """The next work for the engines, as soon as they may take some; None: there is none."""
+    def _next_steps(self, seat: EngineReplica) -> list[EngineStep] | None:
+        """Return the next steps of the engines, as soon as they may take some; None: there is no work."""
         with self._changed:
             self._called.discard(seat)
             self._changed.notify_all()
-            self._until(lambda: seat.free, f"generate: no engine could be asked, {_AFTER}")
+            self._wait_until(lambda: seat.is_ready, f"generate: no engine could be asked, {_AFTER}")
             if seat.state == "starting":
                 return []
-            work = seat.take()
+            work = seat.take_steps()
             if seat.state == "lost" or not (seat.under_way or any(cancelled for _, cancelled in work)):
                 self._tended.discard(seat)
                 seat.show()
@@ -231,7 +230,7 @@ class EnginePool:
             self._called.add(seat)
             return work
 
-    def _until(self, condition: Callable[[], bool], otherwise: str) -> None:
+    def _wait_until(self, condition: Callable[[], bool], otherwise: str) -> None:
         limit = getattr(self._cluster, "deadline", math.inf)
         began = time.monotonic()
         while not self._changed.wait_for(condition, 1.0):
@@ -239,20 +238,20 @@ class EnginePool:
             if time.monotonic() - began > limit:
                 raise DeadlineExceeded(f"{otherwise} (within {limit:g} s)")
 
-    def _answer(self, seat: Seat, finished: Sequence[Sequence[tuple[int, Completion | Exception]]]) -> None:
+    def _answer(self, seat: EngineReplica, finished: Sequence[Sequence[tuple[int, Completion | Exception]]]) -> None:
         with self._changed:
             for engine, found in enumerate(finished):
                 for number, answer in found:
-                    if (asked := seat.answered(engine, number, answer)) is None:
+                    if (asked := seat.pop_request(engine, number, answer)) is None:
                         continue  # nobody waits for it any more
                     if isinstance(answer, Exception):
                         asked.fail(answer)
                     else:
                         tokens = [*asked.request.prompt, *answer.token_ids.tolist()]
-                        self._router.has_read(self._places[seat, engine], tokens)
-                        asked.give(answer)
+                        self._router.has_read(self._indices[seat, engine], tokens)
+                        asked.complete(answer)
 
-    def _fail(self, seat: Seat, error: BaseException, *, waiting: bool = False) -> None:
+    def _fail(self, seat: EngineReplica, error: BaseException, *, waiting: bool = False) -> None:
         with self._changed:
             asked, others = seat.take_back()
             for each in [*asked, *(others if waiting else [])]:
@@ -260,13 +259,13 @@ class EnginePool:
             if not waiting:
                 self._place(others)
 
-    def _unfit(self) -> GenerationError:
+    def _make_unfit_error(self) -> GenerationError:
         return GenerationError(
             f"generate: the sampler's weights {self._broken}; publish a complete set of weights first"
         )
 
-    def _revive(self, seat: Seat) -> None:
-        """Start the engines of a seat again after their death; their requests are asked again, here or elsewhere."""
+    def _revive(self, seat: EngineReplica) -> None:
+        """Start the engines of a replica again after their death; their requests are asked again, here or elsewhere."""
         self._cluster.check_open("generate")
         error = seat.error
         with self._changed:
@@ -279,7 +278,7 @@ class EnginePool:
             again = [each for each in asked if each.deaths < _TIMES]
             self._place([*again, *waiting])
             self._changed.notify_all()
-        self._work_where_wanted()
+        self._start_work()
         death, count = str(error).partition(" The last lines of its log:")[0], len(asked) + len(waiting)
         slow_wait.say(
             f"{death} Its {count} requests are asked again, and mesh '{seat.mesh.name}' is started again in "
@@ -293,21 +292,21 @@ class EnginePool:
             with self._changed:
                 seat.lose(final)
                 self._place(seat.take_back()[1])
-            self._work_where_wanted()
-        idle = seat.state != "lost" and not self._in("starting", "serving", "receiving")
+            self._start_work()
+        idle = seat.state != "lost" and not self._list_in("starting", "serving", "receiving")
         more = f"The sampler's weights {self._broken}. " if self._broken else _WAITS if idle else ""
         say(
             f"{self._name}: an engine was lost, and {outcome}; {len(again)} requests were asked again, and "
             f"{len(asked) - len(again)} given up. {more}{error}"
         )
 
-    def _renew(self, seat: Seat) -> None:
-        """Give engines that have been started again the weights, if they are still there; then they serve."""
+    def _renew(self, seat: EngineReplica) -> None:
+        """Give restarted engines the weights, if these still exist; then they serve."""
         with self._receives:
             try:
-                whole = self._given_again(seat)
+                whole = self._give_again(seat)
             except WeightMismatch as error:
-                whole = all(min(other.load) == math.inf for other in self._seats if other is not seat)
+                whole = all(min(other.load) == math.inf for other in self._replicas if other is not seat)
                 if whole:
                     self.distrust(str(error))
                 else:
@@ -319,8 +318,8 @@ class EnginePool:
                     seat.lack()
                     self._place(seat.take_back()[1])
 
-    def _given_again(self, seat: Seat) -> bool:
-        """Give a seat the current weights and check them; False: a step has consumed them."""
+    def _give_again(self, seat: EngineReplica) -> bool:
+        """Give a replica the current weights and check them; False: a step has consumed them."""
 
         def complete(prompt: Sequence[int], sampling: Sampling) -> Future[list[Completion]]:
             return done(seat.complete(Request(next(self._numbers), prompt, 0, sampling), self.version))
@@ -348,14 +347,14 @@ class EnginePool:
             LostActor: an engine died, and cannot be started again and given the weights.
         """
         self._cluster.check_open("receive")
-        with self._receives, self._while_none_decodes(inflight):
+        with self._receives, self._pause_decoding(inflight):
             self._weights = None if iter(buckets) is buckets else buckets
             try:
-                for seat in self._in("empty"):
+                for seat in self._list_in("empty"):
                     seat.receive()
-                seats = self._in("receiving")
+                seats = self._list_in("receiving")
                 if not self._alive():
-                    raise cast(Exception, self._seats[0].error)
+                    raise cast(Exception, self._replicas[0].error)
                 for seat, error in (give(seats, buckets, version) if seats else {}).items():
                     if self._weights is None:
                         raise error
@@ -363,7 +362,7 @@ class EnginePool:
             except BaseException as error:
                 self._weights = None
                 self._refuse(f"are incomplete since the last receive ({str(error) or type(error).__name__})")
-                for seat in self._in("receiving"):
+                for seat in self._list_in("receiving"):
                     seat.lack()
                 raise
             with self._changed:
@@ -376,30 +375,30 @@ class EnginePool:
     def _refuse(self, broken: str) -> None:
         with self._changed:
             self._broken = broken
-            for seat in self._seats:
-                self._fail(seat, self._unfit(), waiting=True)
+            for seat in self._replicas:
+                self._fail(seat, self._make_unfit_error(), waiting=True)
             self._changed.notify_all()
 
     @contextmanager
-    def _while_none_decodes(self, inflight: Inflight) -> Iterator[None]:
+    def _pause_decoding(self, inflight: Inflight) -> Iterator[None]:
         """Run the block while no engine decodes; the serving engines receive in it, and serve again after it."""
         try:
             with self._changed:
-                for seat in self._in("serving"):
+                for seat in self._list_in("serving"):
                     seat.receive(finish=inflight == "wait")
-                self._until(
-                    lambda: not (self._called or any(seat.finishing for seat in self._seats)),
+                self._wait_until(
+                    lambda: not (self._called or any(seat.is_finishing for seat in self._replicas)),
                     "receive: what is under way did not end",
                 )
                 if inflight == "abort":
-                    for seat in self._seats:
+                    for seat in self._replicas:
                         self._place([*itertools.chain(*seat.take_back())])
             yield
         finally:
             with self._changed:
-                for seat in self._in("receiving"):
+                for seat in self._list_in("receiving"):
                     seat.serve()
-            self._work_where_wanted()
+            self._start_work()
 
 
 class StreamingEnginePool(EnginePool):
@@ -408,5 +407,5 @@ class StreamingEnginePool(EnginePool):
     def stream(
         self, prompts: Sequence[Chunks], seeds: Sequence[int], sampling: Sampling | None = None
     ) -> "list[futures.Future[Completion]]":
-        """As `generate`, with a future for each row; if one is cancelled, its engine forgets the row."""
+        """Complete each prompt, with a future for each row; if one is cancelled, its engine forgets the row."""
         return self._ask(prompts, seeds, sampling)

@@ -15,7 +15,7 @@ _SLACK = 1.25  # how many times its share an engine may get of prompts whose beg
 
 
 class Router:
-    """Remembers which engine has read which beginnings of prompts.
+    """A router that remembers which engine has read which beginnings of prompts.
 
     An engine that has read a prompt, or one with the same beginning, holds its keys and values, and another engine
     would compute them again. But waiting for a busy engine while another idles costs more.
@@ -76,7 +76,7 @@ class Router:
 
 
 def _beginnings(prompt: Chunks) -> list[tuple[int, int]]:
-    """Lengths and hashes of beginnings, the longest first."""
+    """Return lengths and hashes of the beginnings of a prompt, the longest first."""
     found, key = [], 0
     for start in range(0, len(prompt), _BLOCK):
         block = tuple(prompt[start : start + _BLOCK])

@@ -114,7 +114,7 @@ def check_completion(completion: Any) -> None:
 
 
 def truncates(sampling: Sampling, vocabulary: int) -> bool:
-    """Whether top-k or top-p leave out tokens of a vocabulary of this size.
+    """Return whether top-k or top-p leave out tokens of a vocabulary of this size.
 
     >>> truncates(Sampling(top_k=9), 8), truncates(Sampling(top_k=7), 8)
     (False, True)
@@ -123,7 +123,7 @@ def truncates(sampling: Sampling, vocabulary: int) -> bool:
 
 
 def warn_of_truncation(who: str, sampling: Sampling, vocabulary: int, stacklevel: int = 3) -> bool:
-    """Warn if top-k or top-p make log-probabilities incomparable with a trainer's; whether it warned."""
+    """Warn if top-k or top-p make log-probabilities incomparable with a trainer's; return whether it warned."""
     if not truncates(sampling, vocabulary) or sampling.temperature == 0:
         return False
     warnings.warn(

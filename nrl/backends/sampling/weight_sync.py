@@ -1,16 +1,16 @@
 """`publish`: moves the weights of a trainer into a sampler, and checks that they arrived.
 
-`publish` gives the params to ``sampler.receive``, as `nrl.backends.sampling.weights.Weights`. A pool calls ``begin`` of
-each engine, then ``add`` for each bucket that the trainer's processes send (`nrl.runtime.transfer`), then ``end``
-(`nrl.backends.engine.SampleEngine`). `nrl.backends.vllm.weight_loading` puts weights into vLLM. Then each engine
-completes a prompt, and its log-probabilities are compared with the trainer's.
+`publish` gives the params to ``sampler.receive``, as `nrl.backends.sampling.weight_delivery.Weights`. A pool calls
+``begin`` of each engine, then ``add`` for each bucket that the trainer's processes send (`nrl.runtime.transfer`), then
+``end`` (`nrl.backends.engine.SampleEngine`). `nrl.backends.vllm.weight_loading` puts weights into vLLM. Then each
+engine completes a prompt, and its log-probabilities are compared with the trainer's.
 """
 
 from typing import cast
 
 from nrl.arguments import checked
 from nrl.backends.sampling.base import Inflight, Probed, Sampler, capabilities
-from nrl.backends.sampling.weights import Weights
+from nrl.backends.sampling.weight_delivery import Weights
 from nrl.backends.training.states import Params
 from nrl.errors import ConsumedState, ModelError, PlacementError, WeightMismatch
 from nrl.runtime.mesh.placement import Mesh
@@ -70,7 +70,7 @@ def publish(params: Params, sampler: Sampler, inflight: Inflight = "wait") -> in
     _check_lag(params.handle.mesh, sampler)
     # Other weights, such as a reference's, count on from the sampler's version, or two would share a number
     version = params.version if params.published else max(params.version, sampler.version) + 1
-    weights = Weights(params, sampler, _given(params, sampler))
+    weights = Weights(params, sampler, _select_params(params, sampler))
     sampler.receive(weights, version, inflight=inflight)
     params.version, params.published = version, True
     if capabilities(sampler).tolerance is not None:
@@ -95,8 +95,8 @@ def _check_lag(trainer: Mesh, sampler: Sampler) -> None:
         )
 
 
-def _given(params: Params, sampler: Sampler) -> Params:
-    """What the sampler gets of some params: all of them, or their adapter alone."""
+def _select_params(params: Params, sampler: Sampler) -> Params:
+    """Return the params that the sampler gets: all of them, or their adapter alone."""
     wanted = capabilities(sampler).adapter
     if wanted is not None and params.adapter_of != wanted:
         found = "are not an adapter on the weights that their Model names"

@@ -8,11 +8,11 @@ import torch
 
 from nrl.errors import ConfigError, NotDeterministic
 
-__all__ = ["make_deterministic", "refusing"]
+__all__ = ["explain_refusals", "make_deterministic"]
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _WORKSPACES = (":4096:8", ":16:8")
-"""With which cuBLAS promises the same bits (its documentation, section Results Reproducibility)."""
+"""Workspaces for which cuBLAS promises the same bits (its documentation, section Results Reproducibility)."""
 
 
 def make_deterministic() -> None:
@@ -32,8 +32,8 @@ def make_deterministic() -> None:
 
 
 @contextlib.contextmanager
-def refusing(who: str) -> Iterator[None]:
-    """Say what to do where torch refuses an operation for `make_deterministic`.
+def explain_refusals(who: str) -> Iterator[None]:
+    """Explain the remedy where torch refuses an operation for `make_deterministic`.
 
     Args:
         who: how the error begins.

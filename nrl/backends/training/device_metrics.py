@@ -1,4 +1,4 @@
-"""What a step took of the devices: tokens a second, MFU, the most memory, and how long they had nothing to do.
+"""Metrics of devices in a step: tokens a second, MFU, peak memory, and idle time.
 
 Each process measures its own half, as sums; the driver merges them (`nrl.batch.metrics`), over processes and over the
 parts of a batch. The clock is the host's. A step ends where the engine has read its numbers from the device, for which
@@ -15,10 +15,10 @@ from nrl.errors import ArgumentError
 from nrl.runtime.device_specs import peak
 from nrl.runtime.mesh.current_process import idle, process
 
-__all__ = ["FLOPS", "PREFIX", "device_of", "measuring"]
+__all__ = ["FLOPS", "PREFIX", "begin_measuring", "device_of"]
 
 PREFIX = "device/"
-"""With which names begin."""
+"""The prefix of the names of metrics of a device."""
 
 FLOPS = "flops"
 """The metric by which an engine reports floating-point operations of its model, as a `nrl.batch.metrics.Sum`."""
@@ -40,13 +40,13 @@ def device_of(caller: str, name: str | torch.device | None) -> torch.device:
         raise ArgumentError(f"{caller}: device is {name!r}; give 'cpu' or 'cuda', or leave it out", "device") from None
 
 
-def measuring() -> Callable[[Metrics], Metrics]:
+def begin_measuring() -> Callable[[Metrics], Metrics]:
     """Begin to measure a step; call what this returns with the engine's metrics when the step has ended.
 
     Returns:
-        From the engine's metrics, which are those of all processes, to what this process tells the driver: those, from
-        the first process, and the metrics ``device/...`` of `docs/logs.md`. Memory is that of torch's allocator on a
-        GPU; without one there is none.
+        A function from the engine's metrics to those that this process reports to the driver: the engine's, in the
+        first process alone, since they are of all processes, and the metrics ``device/...`` of `docs/logs.md`. Memory
+        is that of torch's allocator on a GPU; without a GPU there is none.
     """
     cuda = torch.cuda.is_initialized()  # a trainer on the CPU leaves a GPU alone
     if cuda:

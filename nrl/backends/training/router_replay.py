@@ -13,7 +13,7 @@ from nrl.backends.models.moe_routers import Routers
 from nrl.batch import Batch, lengths
 from nrl.errors import BatchError
 
-__all__ = ["NOWHERE", "routes_of", "where_routed"]
+__all__ = ["NOWHERE", "require_routes", "select_routes"]
 
 NOWHERE = -1
 """The expert of a token that has no route: one that the sampler never had as an input, or padding."""
@@ -21,8 +21,8 @@ NOWHERE = -1
 _LIVE = "leave the column out, so that the live router chooses: batch.exclude('routes')"
 
 
-def routes_of(batch: Batch, source: Tensor, read: Tensor, sizes: Routers | None) -> Tensor | None:
-    """The routes of the tokens that go through the model, in the order in which they lie.
+def select_routes(batch: Batch, source: Tensor, read: Tensor, sizes: Routers | None) -> Tensor | None:
+    """Return the routes of the tokens that go through the model, in their order there.
 
     Args:
         batch: on the CPU, with a column ``routes`` or without.
@@ -40,7 +40,7 @@ def routes_of(batch: Batch, source: Tensor, read: Tensor, sizes: Routers | None)
 
     >>> ids, routes = torch.tensor([[5, 6]]), torch.tensor([[[[1, 0]], [[-1, -1]]]], dtype=torch.int16)
     >>> batch = Batch({"input_ids": ids, "routes": routes}, batch_size=[1])
-    >>> routes_of(batch, torch.tensor([0, 1]), torch.tensor([True, False]), Routers(1, 2, 4)).tolist()
+    >>> select_routes(batch, torch.tensor([0, 1]), torch.tensor([True, False]), Routers(1, 2, 4)).tolist()
     [[[1, 0]], [[0, 1]]]
     """
     if "routes" not in batch.keys():
@@ -61,7 +61,7 @@ def routes_of(batch: Batch, source: Tensor, read: Tensor, sizes: Routers | None)
 
 
 def _check(batch: Batch, found: Tensor, source: Tensor, experts: int) -> None:
-    """Every token has experts that exist, each of them once."""
+    """Check that every token has experts that exist, each of them once."""
     flat = found.flatten(1)
     ordered = found.sort(-1).values
     outside = ((flat < 0) | (flat >= experts)).any(1)
@@ -86,7 +86,7 @@ def _check(batch: Batch, found: Tensor, source: Tensor, experts: int) -> None:
     )
 
 
-def where_routed(wanted: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
+def require_routes(wanted: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
     """Leave out the tokens that nobody trains on and that cannot be computed, since one before them has no route.
 
     Such are the last ones of an episode that an observation ended, and those of an episode that failed. For the tokens
@@ -97,7 +97,7 @@ def where_routed(wanted: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]
 
     >>> ids, routes = torch.tensor([[5, 6, 7]]), torch.tensor([0, -1, -1], dtype=torch.int16).view(1, 3, 1, 1)
     >>> batch = Batch({"input_ids": ids, "loss_mask": ids == 6, "routes": routes}, batch_size=[1])
-    >>> where_routed(lambda batch: batch["input_ids"] > 5)(batch)
+    >>> require_routes(lambda batch: batch["input_ids"] > 5)(batch)
     tensor([[False,  True, False]])
     """
 

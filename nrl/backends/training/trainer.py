@@ -21,7 +21,7 @@ from nrl.backends.models.loading import load_configs
 from nrl.backends.models.model_files import DESCRIPTION, description
 from nrl.backends.models.positions import count_positions
 from nrl.backends.training import weight_stream, worker
-from nrl.backends.training.determinism import refusing
+from nrl.backends.training.determinism import explain_refusals
 from nrl.backends.training.device_metrics import PREFIX
 from nrl.backends.training.layout.microbatch_plan import check_room
 from nrl.backends.training.loss.batch_checks import (
@@ -29,17 +29,17 @@ from nrl.backends.training.loss.batch_checks import (
     check_needs,
     check_sampled,
     lag,
-    told_of_frozen_token,
-    told_of_no_advantages,
+    warn_of_frozen_token,
     warn_of_long_rows,
+    warn_of_no_advantages,
     with_columns,
     with_shares,
 )
-from nrl.backends.training.loss.loss_checks import check_law
+from nrl.backends.training.loss.loss_checks import check_loss_is_additive
 from nrl.backends.training.loss.loss_terms import LOGPROBS, global_weights
 from nrl.backends.training.outputs.output_heads import LARGE
 from nrl.backends.training.saving import shared_fs
-from nrl.backends.training.saving.async_save import all_written
+from nrl.backends.training.saving.async_save import wait_for_writers
 from nrl.backends.training.states import Params, TrainState
 from nrl.backends.types import Bucket, Model
 from nrl.backends.types import top_k as top_k_named
@@ -74,7 +74,7 @@ from nrl.runtime.transfer import route
 __all__ = ["TrainStep", "Trainer", "make_trainer"]
 
 type TrainStep = Callable[..., tuple[TrainState, Future[Metrics]]]
-"""What `Trainer.train_step` makes of a loss: ``(state, batch, **columns) -> (state, Future[Metrics])``."""
+"""A step of `Trainer.train_step`: ``(state, batch, **columns) -> (state, Future[Metrics])``."""
 
 
 def make_trainer(
@@ -148,7 +148,7 @@ class Trainer:
     # --- states and params
 
     def init(self, params: Params | None = None) -> TrainState:
-        """A train state with a fresh optimizer and the weights that `Model` names, or a copy of ``params``.
+        """Make a train state with a fresh optimizer and the weights that `Model` names, or a copy of ``params``.
 
         Params may be of this trainer or another one for the same model. Between models of different heads all goes
         along but the head (value and reward heads share their weight), so that a critic can begin where a policy or a
@@ -170,13 +170,13 @@ class Trainer:
         from_first(self.mesh, "init", partial(method, "end"), filling, turn=False)
 
     def load(self, source: str | None = None) -> Params:
-        """Frozen params, for a reference or a teacher; None: those of the model itself."""
+        """Load frozen params, for a reference or a teacher; None: those of the model itself."""
         values = self._call("load", partial(method, "load"), source)
         return self._params(values, 0, False, self.adapter if source is None else None)
 
     @checked("freeze")
     def freeze(self, params: Params) -> Params:
-        """A copy that training does not change."""
+        """Return a copy that training does not change."""
         fn, given = self._method_of(params, "freeze", "freeze")
         params.check_whole("freeze")
         values = self._call("freeze", fn, given)
@@ -184,7 +184,7 @@ class Trainer:
 
     def _state(self, values: list[Value], step: int, version: int, published: bool, adapter: Any) -> TrainState:
         handle = Handle(self.mesh, self, "train state", values)
-        params = Params(handle, self, version, published=published, adapter_of=adapter, find=worker.of_state)
+        params = Params(handle, self, version, published=published, adapter_of=adapter, find=worker.find_in_state)
         return TrainState(params, step)
 
     def _params(self, values: list[Value], version: int, published: bool, adapter: Any) -> Params:
@@ -194,17 +194,21 @@ class Trainer:
     def buckets(
         self, params: Params, who: str, to: Sequence[Mesh], dtype: torch.dtype | None = None
     ) -> Iterator[Future[Bucket]]:
-        """What `Params.buckets` gives."""
+        """Yield the buckets of `Params.buckets`."""
         way = route(self.mesh, to)
         # Those that receive may be on the same devices, and both have to be there
-        pieces = Each(self._call(who, partial(worker.read, params.find, dtype), self._borrow(params, who), turn=False))
+        pieces = Each(
+            self._call(
+                who, partial(worker.open_weight_stream, params.find, dtype), self._borrow(params, who), turn=False
+            )
+        )
         some, more = partial(weight_stream.next_bucket, who, way.send, way.same), True
         while more:
             bucket, going_on = call(self.mesh, who, some, pieces, outs=(way.out, Out.all), turn=False)
-            yield bucket.then(weight_stream.received)
+            yield bucket.then(weight_stream.receive_bucket)
             more = any(going_on.then(list).result())
             with self._stepping:
-                self._borrow(params, who)  # in another thread a step may have changed them meanwhile: it raises
+                self._borrow(params, who)  # Raise if a step in another thread has changed them meanwhile.
 
     # --- outputs, forward only
 
@@ -212,7 +216,7 @@ class Trainer:
     def forward(
         self, params: Params, batch: Batch, needs: Collection[str], *, who: str = "forward"
     ) -> dict[str, Future[Tensor]]:
-        """Outputs of a model, all by one call on the mesh, and none but these.
+        """Compute outputs of a model, all by one call on the mesh, and none but these.
 
         `logprobs`, `values`, `rewards` and `top_k` are forward and a name.
 
@@ -252,7 +256,7 @@ class Trainer:
         fn = partial(worker.forward, self._split, frozenset(needs), widths, params.find)
         replies = self._call(who, fn, values, *shards, outs=(Out.each,) * len(likes))
         return {
-            name: reply.then(partial(_in_order, who, rows), rows, like)
+            name: reply.then(partial(_restore_order, who, rows), rows, like)
             for (name, like), reply in zip(likes.items(), replies, strict=True)
         }
 
@@ -303,7 +307,7 @@ class Trainer:
         return found
 
     def _widths(self, needs: Collection[str]) -> Mapping[str, int]:
-        """The sizes of the model's vocabulary and hidden states, if outputs are needed that depend on them."""
+        """Return the sizes of the model's vocabulary and hidden states, if needed outputs depend on them."""
         return self._all_widths if any(need in LARGE or isinstance(need, LogitsOutput) for need in needs) else {}
 
     @cached_property
@@ -340,9 +344,9 @@ class Trainer:
             here, whole = without_handles(batch), stand_ins(batch)
             values, params = state.handle.borrow(self, who), state.params
             check_sampled(who, here)
-            with refusing(who):
+            with explain_refusals(who):
                 weights = global_weights(loss, whole, always=always, widths=widths)
-                lawful = lawful or check_law(loss, whole, weights, always, widths)
+                lawful = lawful or check_loss_is_additive(loss, whole, weights, always, widths)
             metrics = lag(state.version, here)
             if any(weight == 0 for weight in weights.values()):
                 state.handle.donate(self, who)
@@ -350,9 +354,9 @@ class Trainer:
                 same = self._state(values, state.step, state.version, params.published, params.adapter_of)
                 return same, done(metrics)
             check_finite(who, here)
-            told = told or told_of_no_advantages(who, loss, here, always, widths)
+            told = told or warn_of_no_advantages(who, loss, here, always, widths)
             long = long or warn_of_long_rows(who, here, self.positions)
-            frozen = frozen or told_of_frozen_token(who, here, self._frozen_token)
+            frozen = frozen or warn_of_frozen_token(who, here, self._frozen_token)
             _, shards = self._shards(batch)
             # What stays the same from step to step is part of the function, which a process remembers
             fn = partial(worker.train, loss, self._split)
@@ -361,7 +365,7 @@ class Trainer:
                 new, found = self._call(who, fn, donated, weights, *shards, outs=(Out.kept, Out.all), sent=consume)
             return (
                 self._state(new, state.step + 1, state.version, False, params.adapter_of),
-                found.then(partial(_of_the_step, metrics)),
+                found.then(partial(_merge_metrics, metrics)),
             )
 
         return step
@@ -380,26 +384,26 @@ class Trainer:
         return {**files, MANIFEST: write_manifest(at(folder), files, {".": record})}
 
     def write(self, value: TrainState | Params, folder: str | Folder) -> Saved:
-        """As `save`, but for the manifest, which is left to who writes that of a folder above."""
-        fn, values, folder, record = self._to_save(worker.write, value, folder)
+        """Write a value without its manifest, which belongs to the folder above; see `save`."""
+        fn, values, folder, record = self._prepare_save(worker.write, value, folder)
         each: list[Saved] = from_all(self.mesh, "save", fn, self._engines, values, folder)
-        return self._written(each, folder, record)
+        return self._finish_save(each, folder, record)
 
     def begin_writing(self, value: TrainState | Params, folder: str | Folder) -> Callable[[], Saved]:
-        """As `write`, but return when the values are copied: the processes go on, and write beside that.
+        """Copy a value and return; the processes go on, and write the copy beside that.
 
         Returns:
-            What waits for the files, in any thread, and raises what their writers raised.
+            A function that waits for the files, in any thread, and raises the errors of their writers.
         """
-        fn, values, folder, record = self._to_save(worker.begin_writing, value, folder)
+        fn, values, folder, record = self._prepare_save(worker.begin_writing, value, folder)
         writers, copied = self._call("save", fn, values, folder, outs=(Out.kept, Out.all))
         copied.then(list).result()
-        return lambda: self._written(all_written(self.mesh, writers), folder, record)
+        return lambda: self._finish_save(wait_for_writers(self.mesh, writers), folder, record)
 
-    def _to_save(
+    def _prepare_save(
         self, how: Callable[..., Any], value: TrainState | Params, folder: str | Folder
     ) -> tuple[Callable[..., Any], Each, Folder, dict[str, Any]]:
-        """What the processes call, the values that they hold, the folder, which is there now, and the record."""
+        """Return the function for the processes, their values, the folder, which exists now, and the record."""
         note_save()
         folder = at(folder).absolute()
         params = value._params if isinstance(value, TrainState) else value
@@ -416,8 +420,8 @@ class Trainer:
             record["model"] = {"head": self.model.head, "dtype": self.model.dtype}
         return partial(how, kept.find, trained), values, folder, record
 
-    def _written(self, each: Sequence[Saved], folder: Folder, record: Mapping[str, Any]) -> Saved:
-        files = shared_fs.arrived(self.name, folder, [saved.files for saved in each])
+    def _finish_save(self, each: Sequence[Saved], folder: Folder, record: Mapping[str, Any]) -> Saved:
+        files = shared_fs.collect_written(self.name, folder, [saved.files for saved in each])
         for path in folder.glob("[0-9]*-of-[0-9]*.safetensors"):
             if path.name not in files:  # another number of processes has left it
                 path.unlink()
@@ -430,7 +434,7 @@ class Trainer:
 
     @cached_property
     def _description(self) -> dict[str, bytes]:
-        """All that a folder of the model has beside its weights; nothing, where that cannot be found out here."""
+        """The files of the model beside its weights; empty where this host cannot make them."""
         found = self._rehearsal
         if isinstance(found, dict):
             return found
@@ -448,7 +452,7 @@ class Trainer:
         return {} if self.model is None else description(self.model)
 
     def _describe(self, folder: Folder) -> dict[str, Written]:
-        """Write that, with which anybody can export the weights."""
+        """Write the description of the model, with which anybody can export the weights."""
         make(folder)
         found = {
             f"{folder.name}/{name}": write_file(folder / name, [content]) for name, content in self._description.items()
@@ -457,7 +461,7 @@ class Trainer:
         return found
 
     def restore(self, folder: str | Folder) -> Any:
-        """The train state, or the params, that were saved there, if all of it is there.
+        """Read a complete train state, or params, from a folder.
 
         The folder is one that `save` wrote, or that of a value in a checkpoint, ``.../000050/policy``.
         """
@@ -477,7 +481,7 @@ class Trainer:
         files, record = saved
         check_parts(folder, files)
         check_sizes(folder, files)
-        from_first(self.mesh, "restore", shared_fs.see, folder, files, turn=False)
+        from_first(self.mesh, "restore", shared_fs.check_visible, folder, files, turn=False)
         name = "restore" if "step" in record else "restore_params"
         values = self._call("restore", partial(method, name), folder, record["engine"])
         told = record["version"], record["published"], self.adapter if record["adapter"] else None
@@ -522,7 +526,7 @@ class Trainer:
         fn, values = self._method_of(params, "export", "export")
         self.mesh.cluster.check_open("export")
         folder.mkdir(parents=True, exist_ok=True)
-        apart = shared_fs.apart(self.mesh, folder)
+        apart = shared_fs.find_separate_exporter(self.mesh, folder)
         if apart is not None and self.model is not None and self._description and params.whole:
             with TemporaryDirectory() as described:
                 for name, content in self._description.items():
@@ -533,7 +537,7 @@ class Trainer:
             return
         from_all(self.mesh, "export", fn, self._engines, values, folder)
         if apart is not None:
-            raise shared_fs.lies_there(folder, apart)
+            raise shared_fs.local_only_error(folder, apart)
 
     # --- calls
 
@@ -542,17 +546,17 @@ class Trainer:
         return call(self.mesh, who, fn, self._engines, *args, **how)
 
     def _borrow(self, params: Params, who: str) -> Each:
-        """What holds some params in the processes."""
+        """Return the values of params in the processes, borrowed."""
         check_argument(who, "params", params, Params)
         return Each(params.handle.borrow(self, who))
 
     def _method_of(self, params: Params, name: str, who: str) -> tuple[Callable[..., Any], Each]:
-        """A method of the engine that takes these params first, and they."""
+        """Return a method of the engine that takes these params first, and their values."""
         values = self._borrow(params, who)
         return partial(worker.with_params, name, params.find), values
 
     def _shards(self, batch: Batch) -> tuple[list[Tensor], list[Each]]:
-        """Which rows the shards hold; and which of them each process gets."""
+        """Return the rows of each shard, and the shards of each process."""
         rows = deal(batch, self.mesh.dp)
         shards = [Rows(batch, index) for index in rows]
         n = self.mesh.processes.count
@@ -560,13 +564,13 @@ class Trainer:
         return rows, [Each(column) for column in zip(*given, strict=True)]
 
 
-def _in_order(who: str, rows: list[Tensor], results: list[Tensor | list[Tensor]]) -> Tensor:
+def _restore_order(who: str, rows: list[Tensor], results: list[Tensor | list[Tensor]]) -> Tensor:
     shards = [shard for result in results for shard in (result if isinstance(result, list) else [result])]
     whole: Tensor = restore(rows, shards, who=who)
     return whole
 
 
-def _of_the_step(metrics: Metrics, results: list[Metrics]) -> Metrics:
+def _merge_metrics(metrics: Metrics, results: list[Metrics]) -> Metrics:
     told = reduce(merge, results)  # the first process has the metrics of all; each has what it took of its device
     measured.add({key: x for key, x in told.items() if key.startswith(PREFIX)})
     found = without(PREFIX, told)

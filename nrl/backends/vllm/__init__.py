@@ -17,7 +17,7 @@ __all__ = ["sampler"]
 
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}  # nats; bfloat16 has logits from 16 on 0.125 apart
 
-_ALIASES = {"half": "float16", "float": "float32"}  # of vLLM
+_ALIASES = {"half": "float16", "float": "float32"}  # vLLM's names of dtypes
 
 
 @checked("vllm.sampler")
@@ -32,7 +32,7 @@ def sampler(
     routes: bool = False,
     **engine: Any,
 ) -> StreamingEnginePool:
-    """A sampler whose tokens vLLM draws, with an engine on each slot; requests are spread over the engines.
+    """Make a sampler whose tokens vLLM draws, with an engine on each slot; requests are spread over the engines.
 
     Token ids go in and come out. ``rollout_logprobs`` are those of the distribution that was sampled from, as vLLM's
     ``processed_logprobs``: after the temperature, and renormalised over the tokens that top-k and top-p keep. Prompts
@@ -73,7 +73,7 @@ def sampler(
     settings.check(place, executable, engine, routes)
     dtype = str(engine.get("dtype", model.dtype)).removeprefix("torch.")
     bound = _TOLERANCE.get(_ALIASES.get(dtype, dtype), 0.25) if tolerance is None else tolerance
-    routed = RoutedExperts.of(model) if routes else None
+    routed = RoutedExperts.of_model(model) if routes else None
     shape = None if routed is None else (len(routed.layers), routed.k)
     make, places = partial(VllmEngine, model, engine, routed), meshes(place, executable, tp)
     return StreamingEnginePool("vllm.sampler", places, make, model, sampling or Sampling(), bound, routes=shape)

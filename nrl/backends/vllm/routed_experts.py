@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nrl.backends.models.loading import skeleton
-from nrl.backends.models.moe_routers import places, sizes
+from nrl.backends.models.moe_routers import layer_numbers, sizes
 from nrl.backends.types import Model
 from nrl.errors import GenerationError
 
@@ -18,14 +18,14 @@ __all__ = ["RoutedExperts"]
 
 @attrs.frozen
 class RoutedExperts:
-    """What is known of a model's routers before vLLM runs it.
+    """The routers of a model, known before vLLM runs it.
 
     Args:
         layers: the numbers of the layers that have a router.
         k: the experts of a token in each of them.
         experts: from which they are chosen.
 
-    >>> found = RoutedExperts((1,), k=2, experts=8).read(np.array([[[0, 0], [3, 1]]], dtype=np.uint8), 1)
+    >>> found = RoutedExperts((1,), k=2, experts=8).parse(np.array([[[0, 0], [3, 1]]], dtype=np.uint8), 1)
     >>> found.tolist(), found.dtype
     ([[[3, 1]]], torch.int16)
     """
@@ -35,17 +35,17 @@ class RoutedExperts:
     experts: int
 
     @classmethod
-    def of(cls, model: Model) -> "RoutedExperts":
-        """Those of a model.
+    def of_model(cls, model: Model) -> "RoutedExperts":
+        """Return the routers of a model.
 
         Raises:
             ModelError: it has no routers, or it is not known in which layers they are.
         """
         module = skeleton(model)
-        return cls(places(module), sizes(module).k, sizes(module).experts)
+        return cls(layer_numbers(module), sizes(module).k, sizes(module).experts)
 
-    def read(self, found: Any, tokens: int) -> Tensor:
-        """The routes of all but the last token of prompt and completion.
+    def parse(self, found: Any, tokens: int) -> Tensor:
+        """Return the routes of all but the last token of prompt and completion.
 
         Args:
             found: ``CompletionOutput.routed_experts`` of vLLM 0.32, a numpy array ``[tokens, layers, k]`` of all hidden

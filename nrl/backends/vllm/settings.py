@@ -64,7 +64,7 @@ _ON_CPU = {
     "enforce_eager": True,
     "enable_chunked_prefill": False,  # it would rewind a row's random numbers, and a CPU's generator cannot
 }
-_ON_GPU = {"enable_sleep_mode": True}  # so that it can rest
+_ON_GPU = {"enable_sleep_mode": True}  # Sleep mode lets it leave the device.
 _ROOM = 2**30  # bytes of keys and values, on a CPU
 _NO_ROUTES = (
     "vllm.sampler: vLLM returns no routed experts on CPUs, so routes=True needs GPUs; leave it out, or sample with "
@@ -124,7 +124,7 @@ def prepare() -> None:
 
 
 def with_routes(options: Mapping[str, Any], routes: bool) -> dict[str, Any]:
-    """The user's arguments for vLLM, and the one that has it return routed experts.
+    """Return the user's arguments for vLLM, and the one that has it return routed experts.
 
     Raises:
         ConfigError: this process has no GPU.
@@ -140,7 +140,7 @@ def with_routes(options: Mapping[str, Any], routes: bool) -> dict[str, Any]:
 
 
 def with_defaults(model: Model, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's arguments for vLLM, and nrl's defaults for others.
+    """Return the user's arguments for vLLM, and nrl's defaults for others.
 
     >>> with_defaults(Model({"model_type": "qwen3"}), {"seed": 3})["seed"]
     3

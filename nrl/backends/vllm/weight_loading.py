@@ -10,19 +10,19 @@ from nrl.errors import GenerationError, WeightMismatch
 from nrl.runtime.transfer import checksum
 
 __all__ = [
-    "all_of",
-    "check_forgotten",
+    "check_cache_reset",
     "check_head",
-    "check_held",
+    "check_loaded",
     "fingerprint",
-    "forget",
-    "lay_out_anew",
+    "has_uniform_dtype",
     "register_backend",
     "repack",
+    "reset_cache",
+    "reset_expert_kernels",
 ]
 
 _NAME = "nrl"
-_COLUMNS = 8  # of a head that are looked at
+_COLUMNS = 8  # columns of a head that are compared
 
 
 def register_backend() -> str:
@@ -30,11 +30,11 @@ def register_backend() -> str:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     if _NAME not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(_NAME, _made())
+        WeightTransferEngineFactory.register_engine(_NAME, _make_transfer_class())
     return _NAME
 
 
-def forget(engine: Any) -> None:
+def reset_cache(engine: Any) -> None:
     """Drop keys and values of older weights; vLLM itself would go on using them.
 
     Unfinished requests keep their tokens, which the engine reads again with the new weights.
@@ -55,7 +55,7 @@ def repack(model: Any) -> None:
         dispatch_cpu_unquantized_gemm(head, remove_weight=False)
 
 
-def lay_out_anew(model: Any) -> None:
+def reset_expert_kernels(model: Any) -> None:
     """Let experts on a CPU be laid out for their kernel when they come, as they were when the model was loaded.
 
     vLLM does that when it makes the kernel, and keeps the kernel in a reload, since other devices may have recorded
@@ -94,19 +94,22 @@ def check_head(model: Any) -> None:
         )
 
 
-def all_of(dtype: torch.dtype, model: torch.nn.Module) -> bool:
-    """Whether a model keeps all its matrices in a dtype; some keep routers, or quantized layers, in another.
+def has_uniform_dtype(dtype: torch.dtype, model: torch.nn.Module) -> bool:
+    """Return whether a model keeps all its matrices in a dtype; some keep routers, or quantized layers, in another.
 
     Where vLLM has laid a matrix out for a kernel, an empty vector is left of it.
 
-    >>> all_of(torch.bfloat16, torch.nn.Linear(2, 2)), all_of(torch.bfloat16, torch.nn.LayerNorm(2))
+    >>> (
+    ...     has_uniform_dtype(torch.bfloat16, torch.nn.Linear(2, 2)),
+    ...     has_uniform_dtype(torch.bfloat16, torch.nn.LayerNorm(2)),
+    ... )
     (False, True)
     """
     return all(each.dtype == dtype for each in model.parameters() if each.ndim > 1 or not each.numel())
 
 
 def fingerprint(tensor: Tensor, dtype: torch.dtype) -> tuple[torch.Size, int]:
-    """The shape of a weight, and the sum of its bits in the dtype that a model computes in.
+    """Return the shape of a weight, and the sum of its bits in the dtype that a model computes in.
 
     >>> fingerprint(torch.ones(2), torch.bfloat16)
     (torch.Size([2]), 1065369472)
@@ -114,7 +117,7 @@ def fingerprint(tensor: Tensor, dtype: torch.dtype) -> tuple[torch.Size, int]:
     return tensor.shape, checksum(tensor.to(dtype))
 
 
-def check_held(fingerprints: Mapping[str, tuple[torch.Size, int]], dtype: torch.dtype, model: Any) -> None:
+def check_loaded(fingerprints: Mapping[str, tuple[torch.Size, int]], dtype: torch.dtype, model: Any) -> None:
     """Check that a model has the weights that came, bit by bit, where it keeps them as they are.
 
     Norms and embeddings stay as they are everywhere; other layers are merged, divided, or laid out for kernels.
@@ -139,8 +142,8 @@ def check_held(fingerprints: Mapping[str, tuple[torch.Size, int]], dtype: torch.
             )
 
 
-def check_forgotten(engine: Any) -> None:
-    """Check that no keys and values are left from which a prompt could go on; see `forget`.
+def check_cache_reset(engine: Any) -> None:
+    """Check that no keys and values are left from which a prompt could go on; see `reset_cache`.
 
     Raises:
         WeightMismatch: some are left.
@@ -153,8 +156,8 @@ def check_forgotten(engine: Any) -> None:
         )
 
 
-def _made() -> type[Any]:
-    """The class; made where vLLM is, since it inherits from it."""
+def _make_transfer_class() -> type[Any]:
+    """Define the transfer's class here, since it inherits from vLLM's, which may not be installed."""
     from dataclasses import dataclass
 
     from vllm.distributed.weight_transfer.base import WeightTransferEngine
@@ -179,7 +182,7 @@ def _made() -> type[Any]:
             """Nothing is to be set up."""
 
         def start_weight_update(self) -> None:
-            lay_out_anew(self.model)
+            reset_expert_kernels(self.model)
             initialize_layerwise_reload(self.model)
 
         def update_weights(self, update_info: dict[str, Any]) -> None:

@@ -1,9 +1,9 @@
 """Closed forms of a step on Megatron Core: a process of the stage that holds the most.
 
 Weights are in bfloat16, sums of gradients in float32, and the optimizer's weights and moments in float32, which copies
-share. Activations of a layer are those of nrl's layers on Megatron (`nrl.backends.megatron.layers`), split over tp with
-sequence parallelism, and over cp. A pipeline is 1F1B: the first stage keeps as many micro-batches as there are stages.
-With ``vp`` it is interleaved, which keeps more of them, and waits less.
+share. Activations of a layer are those of nrl's layers on Megatron (`nrl.backends.megatron.packed_layers`), split over
+tp with sequence parallelism, and over cp. A pipeline is 1F1B: the first stage keeps as many micro-batches as there are
+stages. With ``vp`` it is interleaved, which keeps more of them, and waits less.
 """
 
 from collections.abc import Iterable

@@ -19,7 +19,7 @@ from nrl.backends.fsdp.torch_engine import TorchEngine
 from nrl.backends.fsdp.torch_state import TorchState
 from nrl.backends.models import lora
 from nrl.backends.training import worker
-from nrl.backends.training.layout.packed_attention import packing_on
+from nrl.backends.training.layout.packed_attention import choose_packing
 from nrl.backends.training.loss.loss_terms import global_weights
 from nrl.backends.training.optim.lr_schedule import Schedule
 from nrl.backends.training.optim.optimizers import Optimizer
@@ -155,9 +155,17 @@ def _here(step: Step) -> dict[str, Any]:
         mesh = torch.distributed.device_mesh.init_device_mesh("cuda", (step.dp,), mesh_dim_names=("dp",))
     model = Model(dict(step.model), dtype=step.dtype)
     device = torch.device("cuda:0")
-    packing = packing_on(device, Rectangles, step.dtype, "plan")
+    packing = choose_packing(device, Rectangles, step.dtype, "plan")
     engine = TorchEngine(
-        model, step.optimizer, packing, step.checkpointing, False, device, mesh, step.offload, lora.unfilled
+        model,
+        step.optimizer,
+        packing,
+        step.checkpointing,
+        False,
+        device,
+        mesh,
+        step.offload,
+        lora.build_without_weights,
     )
     batch, loss = rows(step), LOSSES[step.loss]
     # The sums of weights that come from the device are ones, from each process
@@ -233,7 +241,7 @@ class _Said(BaseException):
 def _publish(engine: TorchEngine, state: TorchState, step: Step, others: fake_cuda.Others) -> None:
     """Read all weights as for samplers on the same GPUs, which have one bucket while the next is read."""
     dtype = getattr(torch, step.dtype)  # of the samplers
-    readings = [worker.read(worker.of_state, dtype, engine, state) for _ in range(step.dp)]
+    readings = [worker.open_weight_stream(worker.find_in_state, dtype, engine, state) for _ in range(step.dp)]
 
     def say(_: int, value: Any) -> Any:
         raise _Said(value)
@@ -243,14 +251,14 @@ def _publish(engine: TorchEngine, state: TorchState, step: Step, others: fake_cu
         others.says = say
         try:
             with fake_cuda.another(rank):
-                readings[rank].next_whole()
+                readings[rank].next_full()
         except _Said as said:
             return said.args[0]
         finally:
             others.says = says
 
     alike, lent, others.says = others.says, None, says
-    while readings[step.rank].more:
+    while readings[step.rank].has_more:
         lent = next_bucket("publish", dict, True, readings[step.rank])
     del lent
     others.says = alike
@@ -258,4 +266,4 @@ def _publish(engine: TorchEngine, state: TorchState, step: Step, others: fake_cu
 
 def _save(engine: TorchEngine, state: TorchState) -> None:
     """Copy what this process writes to the host."""
-    engine.save(state, state.module).copied()
+    engine.save(state, state.module).copy_to_host()

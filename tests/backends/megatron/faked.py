@@ -67,8 +67,8 @@ def drive(layout: Layout) -> dict[str, Any]:
     cuda: Any = torch.cuda
     cuda.get_rng_state = random._get_cuda_rng_state = lambda *_, **__: state_of_chance
     cuda.set_rng_state = random._set_cuda_rng_state = cuda.manual_seed = lambda *_, **__: None
-    unfilled: Any = lambda engine, model, who: engine._built(model, checkpoint_io.skeleton(model))  # noqa: E731
-    MegatronEngine._loaded = unfilled  # type: ignore[method-assign]
+    unfilled: Any = lambda engine, model, who: engine._build_stages(model, checkpoint_io.skeleton(model))  # noqa: E731
+    MegatronEngine._load_stages = unfilled  # type: ignore[method-assign]
     batch, loss = rows(STEP), LOSSES[STEP.loss]
     weights = dict.fromkeys(global_weights(loss, batch, always={"logprobs"}), float(layout.slots))
     parts = list(microbatches_by_prefix(batch, max_tokens=STEP.max_tokens))

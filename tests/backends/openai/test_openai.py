@@ -784,4 +784,4 @@ def test_a_config_is_read_without_weights(tmp_path: Path) -> None:
 
 def test_excerpts_and_waits() -> None:
     assert [client._seconds(each) for each in ("3", None, "Wed, 21 Oct 2026 07:28:00 GMT")] == [3.0, 0.0, 0.0]
-    assert client._trusted() is client._trusted()
+    assert client._load_certificates() is client._load_certificates()

@@ -11,9 +11,9 @@ from nrl import tiny
 from nrl.algos import sft_loss
 from nrl.backends import Model, adamw, fsdp
 from nrl.backends.models import lora
-from nrl.backends.training.device_metrics import FLOPS, measuring
+from nrl.backends.training.device_metrics import FLOPS, begin_measuring
 from nrl.backends.training.flops import Cost, cost, step_flops
-from nrl.backends.training.layout.microbatch_plan import plan, predicted
+from nrl.backends.training.layout.microbatch_plan import plan, predicted_mask
 from nrl.batch import Batch
 from nrl.batch.metrics import Metrics, Sum, finalize, merge
 from nrl.batch.packed_rows import Rectangles, Sequences
@@ -80,7 +80,7 @@ def test_pairs_are_counted_as_a_loop_counts_them(packing: Any) -> None:
     ids[1, :5] = ids[0, :5]
     mask = torch.arange(9) < torch.tensor([9, 7, 0])[:, None]
     batch = Batch({"input_ids": ids, "attention_mask": mask}, batch_size=[3]).lock_()
-    work = plan(batch, predicted(batch), packing, words=30)
+    work = plan(batch, predicted_mask(batch), packing, words=30)
     seen = set()
     pairs = {None: 0, 3: 0}
     for row in range(3):
@@ -124,7 +124,7 @@ class Gpu:
 def on_rank(rank: int, seconds: float, clock: list[float]) -> Metrics:
     found: Metrics = {"tokens": Sum(torch.tensor(600)), FLOPS: Sum(torch.tensor(989e12)), "loss": Sum(torch.ones(()))}
     with entered(Process(rank, 2, None, f"mesh {rank}")):
-        ended = measuring()
+        ended = begin_measuring()
         clock[0] += seconds
         return ended(found)
 

@@ -22,7 +22,7 @@ __all__ = ["measure", "most"]
 def measure(mesh: DeviceMesh | None, step: Step) -> dict[str, Any]:
     """Take three steps: measure the memory of the second one, and the products of the third.
 
-    Rows are packed as `nrl.backends.training.layout.packed_attention.packing_on` has it for a GPU.
+    Rows are packed as `nrl.backends.training.layout.packed_attention.choose_packing` has it for a GPU.
 
     Args:
         mesh: of this process; None: it is alone.

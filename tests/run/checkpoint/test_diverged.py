@@ -14,7 +14,7 @@ import nrl
 from nrl import Layout, tiny
 from nrl.algos import sft_loss
 from nrl.backends import TRAINERS, Trainer, TrainState, adamw, fsdp
-from nrl.backends.training.collectives import Peers
+from nrl.backends.training.collectives import ProcessGroup
 from nrl.backends.training.saving import storage
 from nrl.backends.types import Piece
 from nrl.batch import Batch
@@ -90,7 +90,7 @@ def test_the_one_before_is_used(where: str, trainer: Trainer, diverging: Trainer
 def test_each_number_of_weights_and_optimizer_states_counts(dtype: torch.dtype) -> None:
     def found(tensors: dict[str, torch.Tensor]) -> list[str]:
         pieces = [Piece(name, tuple(x.shape), tuple(slice(0, n) for n in x.shape), x) for name, x in tensors.items()]
-        names: list[str] = storage.to_save(lambda: pieces, Peers(None), {}).record["not_finite"]
+        names: list[str] = storage.plan_save(lambda: pieces, ProcessGroup(None), {}).record["not_finite"]
         return names
 
     largest, smallest = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal

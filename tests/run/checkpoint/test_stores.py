@@ -471,7 +471,7 @@ def test_a_tensor_in_a_store_is_read_as_one_on_the_disk(bucket: str, tmp_path: P
         "cube": [slice(None), (slice(1, 2), slice(0, 2), slice(3, 4)), (slice(0, 2), slice(1, 3), slice(0, 4))],
         "empty": [slice(None), (slice(0, 0), slice(0, 3))],
     }
-    with safetensors.opened(at(f"{bucket}/file")) as there, safe_open(tmp_path / "file", "pt") as here:
+    with safetensors.open_file(at(f"{bucket}/file")) as there, safe_open(tmp_path / "file", "pt") as here:
         assert there.metadata() == here.metadata() == {"about": "it"}
         for name, all_of in indices.items():
             found, expected = there.get_slice(name), here.get_slice(name)
@@ -487,7 +487,7 @@ def test_a_tensor_in_a_store_is_read_as_one_on_the_disk(bucket: str, tmp_path: P
         files.write(at(f"{bucket}/wrong"), [wrong])
         with (
             pytest.raises(ValueError, match="bytes|header|JSON|Expecting|Unterminated"),
-            safetensors.opened(at(f"{bucket}/wrong")),
+            safetensors.open_file(at(f"{bucket}/wrong")),
         ):
             pass
 
@@ -504,7 +504,7 @@ def test_of_a_part_no_more_is_read_than_it_takes(bucket: str, monkeypatch: pytes
         return found
 
     monkeypatch.setattr(path.fs, "cat_file", counts)
-    with safetensors.opened(path) as file:
+    with safetensors.open_file(path) as file:
         read.clear()
         file.get_slice("w")[100:102, :5]
     assert read == [80]

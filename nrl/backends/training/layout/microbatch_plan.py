@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nrl.algos import LogitsOutput, ids_column, output_kind
 from nrl.backends.models.moe_routers import Routers
-from nrl.backends.training.router_replay import routes_of
+from nrl.backends.training.router_replay import select_routes
 from nrl.batch import Batch, lengths
 from nrl.batch.columns import kind_of
 from nrl.batch.packed_rows import Packing, Rectangles, Sequences
@@ -26,12 +26,12 @@ __all__ = [
     "Plan",
     "check_room",
     "columns_at",
-    "last",
-    "left_out_of",
+    "find_skipped",
+    "last_mask",
+    "output_mask",
     "plan",
-    "predicted",
-    "read_by",
-    "with_outputs",
+    "predicted_mask",
+    "read_mask",
 ]
 
 
@@ -55,7 +55,7 @@ class Outputs(NamedTuple):
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def scatter(self, values: Tensor) -> Tensor:
-        """Values in the shape of the batch, with zeros elsewhere."""
+        """Return values in the shape of the batch, with zeros elsewhere."""
         whole = values.new_zeros(self.shape.numel(), *values.shape[1:]).index_copy(0, self.source, values)
         return whole.view(*self.shape, *values.shape[1:])
 
@@ -70,44 +70,44 @@ class Outputs(NamedTuple):
             torch.autograd.backward([x for x, _ in parts], [gradient for _, gradient in parts])
 
 
-def predicted(batch: Batch) -> Tensor:
-    """``[*b, T]`` bool: the tokens that have another one before them in their row.
+def predicted_mask(batch: Batch) -> Tensor:
+    """Return ``[*b, T]`` bool: the tokens that have another one before them in their row.
 
-    >>> predicted(Batch({"input_ids": torch.tensor([[5, 6, 7]])}, batch_size=[1]))
+    >>> predicted_mask(Batch({"input_ids": torch.tensor([[5, 6, 7]])}, batch_size=[1]))
     tensor([[False,  True,  True]])
     """
     column = torch.arange(batch["input_ids"].shape[-1])
     return (column > 0) & (column < lengths(batch).unsqueeze(-1))
 
 
-def last(batch: Batch) -> Tensor:
-    """``[*b, T]`` bool: the last token of each row that has one.
+def last_mask(batch: Batch) -> Tensor:
+    """Return ``[*b, T]`` bool: the last token of each row that has one.
 
-    >>> last(Batch({"input_ids": torch.tensor([[5, 6, 7]])}, batch_size=[1]))
+    >>> last_mask(Batch({"input_ids": torch.tensor([[5, 6, 7]])}, batch_size=[1]))
     tensor([[False, False,  True]])
     """
     return torch.arange(batch["input_ids"].shape[-1]) == lengths(batch).unsqueeze(-1) - 1
 
 
-def with_outputs(batch: Batch, head: str) -> Tensor:
-    """``[*b, T]`` bool: the tokens that a head has outputs for, by its name in `nrl.backends.Model`."""
-    return last(batch) if head == "reward" else predicted(batch)
+def output_mask(batch: Batch, head: str) -> Tensor:
+    """Return ``[*b, T]`` bool: the tokens that a head has outputs for, by its name in `nrl.backends.Model`."""
+    return last_mask(batch) if head == "reward" else predicted_mask(batch)
 
 
-def read_by(batch: Batch, head: str, everywhere: bool) -> Tensor:
-    """``[*b, T]`` bool: of the tokens `with_outputs`, those that a loss reads: all, or those of ``loss_mask``."""
-    every = with_outputs(batch, head)
+def read_mask(batch: Batch, head: str, everywhere: bool) -> Tensor:
+    """Return ``[*b, T]`` bool: the tokens of `output_mask` that a loss reads: all, or those of ``loss_mask``."""
+    every = output_mask(batch, head)
     return every if everywhere or head == "reward" or "loss_mask" not in batch.keys() else every & batch["loss_mask"]
 
 
-def left_out_of(batch: Batch, wanted: Tensor, head: str) -> Tensor:
-    """``[k]`` int64, the places of the flattened outputs that have not been computed, because they are not wanted.
+def find_skipped(batch: Batch, wanted: Tensor, head: str) -> Tensor:
+    """Return ``[k]`` int64, the indices of the flattened outputs that are skipped because they are not wanted.
 
     >>> batch = Batch({"input_ids": torch.tensor([[5, 6, 7]])}, batch_size=[1])
-    >>> left_out_of(batch, torch.tensor([[False, True, False]]), "lm")
+    >>> find_skipped(batch, torch.tensor([[False, True, False]]), "lm")
     tensor([2])
     """
-    return torch.nonzero((with_outputs(batch, head) & ~wanted).flatten())[:, 0]
+    return torch.nonzero((output_mask(batch, head) & ~wanted).flatten())[:, 0]
 
 
 class Plan(NamedTuple):
@@ -164,7 +164,7 @@ def plan(
 
     Args:
         batch: on the CPU, where all indices are computed.
-        wanted: ``[*b, T]`` bool, within `predicted`; for rewards, within `last`.
+        wanted: ``[*b, T]`` bool, within `predicted_mask`; for rewards, within `last_mask`.
         packing: how the tokens are laid out flat; None: they are not, for the model's own padded forward.
         words: how many tokens the model knows.
         needs: the names of the outputs.
@@ -187,9 +187,9 @@ def plan(
     before = 0 if of_rows else 1  # how many tokens before a wanted one its hidden state lies
     ends = (wanted * torch.arange(1 - before, 1 - before + ids.shape[-1])).amax(-1)
     source = torch.nonzero(wanted.flatten())[:, 0]
-    laid = _laid_out(batch, packing, ends, source - before, always)
+    laid = _lay_out(batch, packing, ends, source - before, always)
     _check_known("input_ids", laid.inputs["input_ids"], words)
-    routes = routes_of(batch, laid.tokens, laid.read, routers)
+    routes = select_routes(batch, laid.tokens, laid.read, routers)
     columns = [ids_column(need) for need in sorted(needs) if output_kind(need) == "logprobs_at"]
     targets = {}
     for name in ["input_ids", *columns]:
@@ -215,7 +215,7 @@ def plan(
 
 
 def columns_at(batch: Batch, needs: Collection[str], source: Tensor) -> dict[str, Tensor]:
-    """``[n, ...]``, the columns that functions of logits read, at some tokens of the flattened batch.
+    """Return the columns ``[n, ...]`` that functions of logits read, at tokens of the flattened batch.
 
     Args:
         batch: has the columns, per token or per row.
@@ -273,10 +273,12 @@ def _check_known(column: str, tokens: Tensor, words: int) -> None:
         )
 
 
-class _LaidOut(NamedTuple):
-    """Inputs, how they lie, the places of some tokens among them, which token each is, and whether it is read.
+class _TokenLayout(NamedTuple):
+    """Inputs of the model, and the layout of their tokens.
 
-    And how many tokens of the batch they are, without padding; and how many more they stand for.
+    ``places`` are the indices of the wanted tokens among the inputs, ``tokens`` says which token of the batch each
+    input is, and ``read`` whether anything depends on it. ``computed`` counts the tokens without padding, ``saved``
+    the tokens that rows have in common with these.
     """
 
     inputs: dict[str, Tensor]
@@ -292,10 +294,10 @@ _ONE = torch.zeros(1, dtype=torch.int64)
 """The token of a forward that has no outputs, which may be any."""
 
 
-def _laid_out(batch: Batch, packing: Packing | None, ends: Tensor, places: Tensor, always: bool) -> _LaidOut:
-    """Inputs of rows up to their ends, and where ``places``, which are of the flattened batch, lie among them."""
+def _lay_out(batch: Batch, packing: Packing | None, ends: Tensor, places: Tensor, always: bool) -> _TokenLayout:
+    """Lay out rows up to their ends, and find ``places``, which are of the flattened batch, among the inputs."""
     if packing is None:
-        return _padded(batch, ends, places, always)
+        return _lay_out_padded(batch, ends, places, always)
     tokens = pack(batch, packing=packing, ends=ends, share=None)
     at: Tensor | None = tokens.place[places]
     source, rows = tokens.source, tokens.rows
@@ -306,17 +308,17 @@ def _laid_out(batch: Batch, packing: Packing | None, ends: Tensor, places: Tenso
         tokens, at = pack(one, packing=packing), at if always else None
         source, read = _ONE, _ONE.bool()
     inputs = {"input_ids": tokens.input_ids[None], "position_ids": tokens.position_ids[None]}
-    return _LaidOut(inputs, tokens.rows, at, source, read, computed, int(ends.sum()) - computed)
+    return _TokenLayout(inputs, tokens.rows, at, source, read, computed, int(ends.sum()) - computed)
 
 
-def _padded(batch: Batch, ends: Tensor, places: Tensor, always: bool) -> _LaidOut:
-    """The same for padded rows, without those that have nothing wanted."""
+def _lay_out_padded(batch: Batch, ends: Tensor, places: Tensor, always: bool) -> _TokenLayout:
+    """Lay out padded rows, without rows that have no wanted token."""
     ids = batch["input_ids"].flatten(0, -2)
     width, sizes = ids.shape[-1], lengths(batch).flatten()
     rows = torch.nonzero(ends.flatten())[:, 0]  # a row without any token has no softmax
     if len(rows) == 0:
         one = {"input_ids": _ONE[None], "attention_mask": _ONE[None] + 1}
-        return _LaidOut(one, None, places if always else None, _ONE, _ONE.bool())
+        return _TokenLayout(one, None, places if always else None, _ONE, _ONE.bool())
     column = torch.arange(width)
     mask = column < sizes[rows, None]
     place = torch.zeros(len(ids), dtype=torch.int64)
@@ -324,4 +326,4 @@ def _padded(batch: Batch, ends: Tensor, places: Tensor, always: bool) -> _LaidOu
     at = place[places // width] * width + places % width
     tokens, read = (rows[:, None] * width + column).flatten(), (column < ends.flatten()[rows, None]).flatten()
     inputs = {"input_ids": ids[rows], "attention_mask": mask.long()}
-    return _LaidOut(inputs, None, at, tokens, read, int(mask.sum()))
+    return _TokenLayout(inputs, None, at, tokens, read, int(mask.sum()))

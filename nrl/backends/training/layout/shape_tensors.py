@@ -54,7 +54,7 @@ class ShapeTensor(Tensor):
     @staticmethod
     def __new__(cls, shape: tuple[int, ...]) -> "ShapeTensor":
         """Make one."""
-        return _wrapped(torch.empty(shape, device="meta"))
+        return _wrap(torch.empty(shape, device="meta"))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -70,10 +70,10 @@ class ShapeTensor(Tensor):
             if isinstance(error, NotImplementedError) or "meta" in str(error).lower():
                 raise NoNumbers(str(error)) from error
             raise
-        return tree_map(lambda x: _wrapped(x) if isinstance(x, Tensor) else x, computed)
+        return tree_map(lambda x: _wrap(x) if isinstance(x, Tensor) else x, computed)
 
 
-def _wrapped(meta: Tensor) -> ShapeTensor:
+def _wrap(meta: Tensor) -> ShapeTensor:
     made: ShapeTensor = Tensor._make_wrapper_subclass(
         ShapeTensor, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=torch.device("cpu")
     )

@@ -21,16 +21,16 @@ __all__ = [
     "check_needs",
     "check_sampled",
     "lag",
-    "told_of_frozen_token",
-    "told_of_no_advantages",
+    "warn_of_frozen_token",
     "warn_of_long_rows",
+    "warn_of_no_advantages",
     "with_columns",
     "with_shares",
 ]
 
 
 def with_columns(batch: Batch, columns: Mapping[str, Tensor | Future[Tensor]]) -> Batch:
-    """Add columns to a batch. Of those that other processes compute it has a handle, heavy or not."""
+    """Add columns to a batch, as handles where other processes compute them."""
     return assign(batch, **{name: handle_of(value) for name, value in columns.items()}) if columns else batch
 
 
@@ -101,17 +101,17 @@ def check_sampled(who: str, batch: Batch) -> None:
 
 
 def lag(version: int, batch: Batch) -> Metrics:
-    """The metric ``lag``: by how many publishes the weights are ahead of a row's, as a mean over trained rows."""
+    """Compute the metric ``lag``: the publishes between the weights and a row's, as a mean over trained rows."""
     if "version" not in batch.keys() or "loss_mask" not in batch.keys():
         return {}
     rows = batch["loss_mask"].any(-1)
     return {"lag": Mean(((version - batch["version"]) * rows).sum().float(), rows.sum().float())}
 
 
-def told_of_no_advantages(
+def warn_of_no_advantages(
     who: str, loss: Loss, batch: Batch, always: Collection[str], widths: Mapping[str, int]
 ) -> bool:
-    """Print that all advantages are 0, if they are and the loss reads them; whether later steps need no look.
+    """Print that all advantages are 0, if the loss reads them; return whether later steps need no look.
 
     It prints to the standard error instead of warning, since a healthy run may have such a step.
     """
@@ -142,7 +142,7 @@ def told_of_no_advantages(
     return True
 
 
-def told_of_frozen_token(who: str, batch: Batch, token: int | None) -> bool:
+def warn_of_frozen_token(who: str, batch: Batch, token: int | None) -> bool:
     """Print that rows hold the token whose input embedding is not trained; return whether later steps need no look.
 
     Args:

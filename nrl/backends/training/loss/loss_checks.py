@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from nrl.algos import LogitsOutput, Loss, name_of, needed, output_kind, output_shape
-from nrl.backends.training.layout.microbatch_plan import columns_at, predicted
-from nrl.backends.training.loss.loss_terms import called, check_terms, check_weights, global_weights, no_gradient
+from nrl.backends.training.layout.microbatch_plan import columns_at, predicted_mask
+from nrl.backends.training.loss.loss_terms import call_loss, check_terms, check_weights, global_weights, no_gradient
 from nrl.backends.training.outputs.head_functions import call_on
 from nrl.batch import Batch, Parts, lengths, microbatches, pad, shard
 from nrl.batch.metrics import Mean
 from nrl.errors import WeightError
 
-__all__ = ["check_law"]
+__all__ = ["check_loss_is_additive"]
 
 _ROWS = 64
 """The most rows whose gradients are compared."""
@@ -41,7 +41,7 @@ _RATHER = (
 )
 
 
-def check_law(
+def check_loss_is_additive(
     loss: Loss,
     batch: Batch,
     weights: Mapping[str, float],
@@ -69,13 +69,13 @@ def check_law(
     >>> from nrl.algos import sft_loss
     >>> mask = torch.tensor([[False, True, True]] * 2)
     >>> batch = Batch({"input_ids": mask.long(), "loss_mask": mask}, batch_size=[2])
-    >>> check_law(sft_loss, batch, {"loss": 4.0}, {"logprobs"})
+    >>> check_loss_is_additive(sft_loss, batch, {"loss": 4.0}, {"logprobs"})
     True
     """
     name, outputs = name_of(loss), {*always, *needed(loss)}
     _check_functions(name, outputs, batch, widths)
     if large := [widths[output] for output in outputs if output in widths]:
-        some = _some(batch)
+        some = _pick_rows(batch)
         tokens = max(some["input_ids"][:1].numel(), _NUMBERS // max(large))
         batch = max(microbatches(some, max_tokens=tokens), key=len)
         if len(batch) < 2:
@@ -83,7 +83,7 @@ def check_law(
         weights = global_weights(loss, batch, always=always, widths=widths)
     wide = pad(batch, batch["input_ids"].shape[-1] + 1)
     with torch.no_grad():
-        whole = called(loss, wide, _drawn(outputs, wide, 0, widths))
+        whole = call_loss(loss, wide, _draw_outputs(outputs, wide, 0, widths))
     check_terms(name, whole, weights)
     check_weights(name, {key: float(term.weight) for key, term in whole.items()}, weights)
     if len(batch) < 2:
@@ -92,8 +92,8 @@ def check_law(
     for half in halves:
         check_terms(name, half, weights)
     check_weights(name, {key: sum(half[key] for half in halves) for key in weights}, weights)
-    some = _some(batch)
-    return len(some) > 1 and all(_adds_up(loss, some, weights, outputs, seed, widths) for seed in range(_DRAWS))
+    some = _pick_rows(batch)
+    return len(some) > 1 and all(_is_additive(loss, some, weights, outputs, seed, widths) for seed in range(_DRAWS))
 
 
 def _check_functions(name: str, outputs: Collection[str], batch: Batch, widths: Mapping[str, int]) -> None:
@@ -101,7 +101,7 @@ def _check_functions(name: str, outputs: Collection[str], batch: Batch, widths: 
     functions = [output for output in sorted(outputs) if isinstance(output, LogitsOutput)]
     if not functions or "logits" not in widths:
         return
-    tokens = torch.nonzero(predicted(batch).flatten())[:4, 0]
+    tokens = torch.nonzero(predicted_mask(batch).flatten())[:4, 0]
     logits = 3 * torch.randn(len(tokens), widths["logits"], generator=torch.Generator().manual_seed(0))
     columns = columns_at(batch, functions, tokens)
     for output in functions:
@@ -118,8 +118,8 @@ def _check_functions(name: str, outputs: Collection[str], batch: Batch, widths: 
                 )
 
 
-def _some(batch: Batch) -> Batch:
-    """Rows from all over a batch; where it has a ``loss_mask``, of those that are trained on."""
+def _pick_rows(batch: Batch) -> Batch:
+    """Pick rows from all over a batch; with a ``loss_mask``, only trained rows."""
     rows = torch.arange(len(batch))
     if "loss_mask" in batch.keys():
         rows = torch.nonzero(batch["loss_mask"].flatten(1).any(1))[:, 0]
@@ -128,8 +128,8 @@ def _some(batch: Batch) -> Batch:
     return Parts(batch, [rows])[0]
 
 
-def _drawn(outputs: Collection[str], batch: Batch, seed: int, widths: Mapping[str, int]) -> dict[str, Tensor]:
-    """Outputs such as models have, different in each row and at each token; 0 where a row has no token.
+def _draw_outputs(outputs: Collection[str], batch: Batch, seed: int, widths: Mapping[str, int]) -> dict[str, Tensor]:
+    """Draw outputs like those of models, different in each row and at each token; 0 where a row has no token.
 
     Each row has a scale of its own, within a factor of 16, and numbers with a long tail. So any two halves of the rows
     have different means, deviations and maxima.
@@ -150,7 +150,7 @@ def _drawn(outputs: Collection[str], batch: Batch, seed: int, widths: Mapping[st
     return found
 
 
-def _adds_up(
+def _is_additive(
     loss: Loss,
     batch: Batch,
     weights: Mapping[str, float],
@@ -158,17 +158,21 @@ def _adds_up(
     seed: int,
     widths: Mapping[str, int],
 ) -> bool:
-    """Check that a row's gradient is the same among other rows and with more padding; whether the rows were enough."""
+    """Check that a row's gradient is the same among other rows and with more padding.
+
+    Returns:
+        Whether the rows were enough to check it.
+    """
     name, parts = name_of(loss), shard(batch, 2)
     wide = pad(batch, 2 * batch["input_ids"].shape[-1])
-    longer = _drawn(outputs, wide, seed, widths)
-    drawn = {key: _as_wide(x, batch) for key, x in longer.items()}
-    whole, slopes = _differentiated(loss, batch, weights, drawn)
+    longer = _draw_outputs(outputs, wide, seed, widths)
+    drawn = {key: _cut_to_width(x, batch) for key, x in longer.items()}
+    whole, slopes = _differentiate(loss, batch, weights, drawn)
     halves = [
-        _differentiated(loss, half, weights, {key: x[rows] for key, x in drawn.items()})
+        _differentiate(loss, half, weights, {key: x[rows] for key, x in drawn.items()})
         for half, rows in zip(parts, parts.rows, strict=True)
     ]
-    padded, with_padding = _differentiated(loss, wide, weights, longer)
+    padded, with_padding = _differentiate(loss, wide, weights, longer)
     for terms, found in [(whole, slopes), (padded, with_padding), *halves]:
         if not all(bool(x.isfinite().all()) for x in [*found.values(), *(term.total for term in terms.values())]):
             return False  # a later check has a better error for that
@@ -184,12 +188,14 @@ def _adds_up(
     for key, expected in slopes.items():
         for rows, (_, found) in zip(parts.rows, halves, strict=True):
             _compare(name, key, expected[rows], found[key], _CLOSE, f"among {len(batch)} rows", "among half of them")
-        _compare(name, key, expected, _as_wide(with_padding[key], batch), _ROUGHLY, "as it is", "with more padding")
+        _compare(
+            name, key, expected, _cut_to_width(with_padding[key], batch), _ROUGHLY, "as it is", "with more padding"
+        )
     return all(bool(term.weight != 0) for terms, _ in halves for term in terms.values())
 
 
-def _as_wide(x: Tensor, batch: Batch) -> Tensor:
-    """An output or gradient of a batch with more padding, cut to the width of this one."""
+def _cut_to_width(x: Tensor, batch: Batch) -> Tensor:
+    """Cut an output or gradient of a batch with more padding to the width of this one."""
     return x.narrow(batch.ndim, 0, batch["input_ids"].shape[-1]) if x.ndim > batch.ndim else x
 
 
@@ -205,13 +211,13 @@ def _compare(name: str, output: str, one: Tensor, other: Tensor, allowed: float,
         )
 
 
-def _differentiated(
+def _differentiate(
     loss: Loss, batch: Batch, weights: Mapping[str, float], outputs: Mapping[str, Tensor]
 ) -> tuple[dict[str, Mean], dict[str, Tensor]]:
-    """The terms of a loss, and the gradient of its weighted sum for each output; no gradients if it depends on none."""
+    """Return the terms of a loss, and the gradient of its weighted sum for each output; no gradients if it has none."""
     leaves = {key: x.clone().requires_grad_() for key, x in outputs.items()}
     with torch.enable_grad():
-        terms = called(loss, batch, leaves)
+        terms = call_loss(loss, batch, leaves)
         check_terms(name_of(loss), terms, weights)
         total = torch.stack([term.total / weights[key] for key, term in terms.items()]).sum()
     detached = {key: Mean(*(x.detach() for x in term)) for key, term in terms.items()}

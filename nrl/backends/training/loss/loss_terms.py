@@ -23,10 +23,10 @@ from nrl.batch.columns import COLUMNS
 from nrl.batch.metrics import Ess, Max, Mean, Metrics, Min, Sum
 from nrl.errors import LossResultError, MissingColumn, MissingOutput, NoGradient, WeightError
 
-__all__ = ["LOGPROBS", "called", "check_terms", "check_weights", "global_weights", "no_gradient", "terms_of"]
+__all__ = ["LOGPROBS", "call_loss", "check_terms", "check_weights", "global_weights", "no_gradient", "terms_of"]
 
 _RELATIVE = 1e-5
-"""How far sums of weights in another order may differ, as a fraction."""
+"""The fraction by which sums of weights in another order may differ."""
 
 _PLACES = 2**16  # entries of a column that a loss is called on at once: they stay in a processor's cache
 _NUMBERS = 2**24  # numbers of a large output that a loss is called on at once, if a row has no more: 64 MiB
@@ -38,7 +38,7 @@ _RESERVED = frozenset({"loss", "grad_norm", "lr", "tokens", "tokens/computed", "
 
 
 def terms_of(name: str, value: Any) -> tuple[dict[str, Mean], Metrics]:
-    """The terms by name, and the metrics, of what a loss returned.
+    """Return the terms by name, and the metrics, of the return value of a loss.
 
     Args:
         name: of the loss in errors.
@@ -52,7 +52,7 @@ def terms_of(name: str, value: Any) -> tuple[dict[str, Mean], Metrics]:
             return _checked_terms(name, {"loss": mean}), _checked_metrics(name, metrics)
         case (dict() as terms, dict() as metrics) if terms and all(isinstance(x, Mean) for x in terms.values()):
             return _checked_terms(name, terms), _checked_metrics(name, metrics)
-    raise LossResultError(f"{name} returned {_returned(value)}. {_RESULT}")
+    raise LossResultError(f"{name} returned {_describe_result(value)}. {_RESULT}")
 
 
 _RETURN = 'return token_mean(x, batch["loss_mask"]), {}'
@@ -71,14 +71,14 @@ def no_gradient(who: str) -> NoGradient:
     )
 
 
-def _returned(value: Any) -> str:
-    """What a loss returned, and what is wrong with it."""
+def _describe_result(value: Any) -> str:
+    """Describe the return value of a loss and its fault."""
     match value:
         case Mean():
             return "a Mean without metrics: add `, {}`"
         case (first, dict()):
             nothing = "a dict that is empty, or that has something else than a Mean"
-            return nothing if isinstance(first, dict) else f"{_returned(first)} (with metrics)"
+            return nothing if isinstance(first, dict) else f"{_describe_result(first)} (with metrics)"
         case (_, other):
             return f"metrics that are {described(other)}, and no dict"
         case Tensor() if value.ndim == 0:
@@ -93,7 +93,7 @@ def _returned(value: Any) -> str:
 
 
 def _is_loss(value: Any) -> bool:
-    """Whether a value can be called with outputs and a batch, and is no model or loss of torch, which takes tensors."""
+    """Return whether a value can be called with outputs and a batch; a model or loss of torch takes tensors instead."""
     if not callable(value) or _takes_tensors(value):
         return False
     try:
@@ -159,7 +159,7 @@ def global_weights(
     always: Collection[str] = LOGPROBS,
     widths: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, float]:
-    """The weight of each term of ``loss`` over a whole batch, from calls on outputs that are all ``fill``.
+    """Compute the weight of each term of ``loss`` over a whole batch, from calls on outputs that are all ``fill``.
 
     Weights add up over rows, so the loss is called on parts of the batch, with rows of like length. Where weights are
     not whole numbers, their sum could depend on the order, and the loss is called once, on the whole batch. A loss that
@@ -195,25 +195,25 @@ def global_weights(
     if batch["input_ids"].numel() > most:
         widest = batch["input_ids"][0].numel()
         parts = microbatches(batch, max_tokens=max(widest, most))
-        found = [_weights(loss, part, _filled(part, fill, needs, widths)) for part in parts]
+        found = [_weights(loss, part, _fill_outputs(part, fill, needs, widths)) for part in parts]
         sums = {key: sum(weights.get(key, math.nan) for weights in found) for key in found[0]}
         exact = all(x.is_integer() and abs(x) < _EXACT for weights in (*found, sums) for x in weights.values())
         if large or exact:
             return sums
-    return _weights(loss, batch, _filled(batch, fill, needs, widths))
+    return _weights(loss, batch, _fill_outputs(batch, fill, needs, widths))
 
 
-def _filled(batch: Batch, fill: float, needs: Collection[str], widths: Mapping[str, int]) -> dict[str, Tensor]:
+def _fill_outputs(batch: Batch, fill: float, needs: Collection[str], widths: Mapping[str, int]) -> dict[str, Tensor]:
     device = batch["input_ids"].device
     return {key: torch.full(output_shape(key, batch, widths), fill, device=device) for key in needs}
 
 
 def _weights(loss: Loss, batch: Batch, outputs: Mapping[str, Tensor]) -> dict[str, float]:
     with torch.no_grad():
-        return {key: float(term.weight) for key, term in called(loss, batch, outputs).items()}
+        return {key: float(term.weight) for key, term in call_loss(loss, batch, outputs).items()}
 
 
-def called(loss: Loss, batch: Batch, outputs: Mapping[str, Tensor]) -> dict[str, Mean]:
+def call_loss(loss: Loss, batch: Batch, outputs: Mapping[str, Tensor]) -> dict[str, Mean]:
     """Call a loss on outputs that the driver made up, and return its terms.
 
     Args:

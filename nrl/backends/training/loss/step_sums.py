@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nrl.algos import Loss
-from nrl.backends.training.collectives import HeldError, Peers
+from nrl.backends.training.collectives import DeferredError, ProcessGroup
 from nrl.backends.training.device_metrics import FLOPS
 from nrl.backends.training.flops import Cost, step_flops
 from nrl.backends.training.layout.microbatch_plan import Plan
@@ -17,7 +17,7 @@ from nrl.batch import Batch, lengths
 from nrl.batch.metrics import Mean, Metrics, Sum, merge
 from nrl.errors import BatchError, NotFinite
 
-__all__ = ["IDLE", "StepSums", "check_norm", "evened", "step_metrics"]
+__all__ = ["IDLE", "StepSums", "check_norm", "even_out", "step_metrics"]
 
 IDLE = Batch({"input_ids": torch.zeros(1, 1, dtype=torch.int64)}, batch_size=[1]).lock_()
 """The micro-batch of a process that has no more while others have: one token, which predicts nothing."""
@@ -26,8 +26,8 @@ _SEEN = "weight of "
 """The prefix of a term's name, for its weight added up over micro-batches."""
 
 
-def evened(
-    peers: Peers, who: str, microbatches: Iterable[Batch], value: bool = False
+def even_out(
+    peers: ProcessGroup, who: str, microbatches: Iterable[Batch], value: bool = False
 ) -> tuple[list[Batch], list[bool]]:
     """Fill up the micro-batches of this process with `IDLE` ones, as all processes meet in each of them.
 
@@ -43,16 +43,16 @@ def evened(
     Raises:
         Exception: what reading them raised in any process.
     """
-    held, parts = HeldError(peers), list[Batch]()
-    with held.back():
+    held, parts = DeferredError(peers), list[Batch]()
+    with held.capture():
         parts = list(microbatches)
-    found = held.meet(who, (len(parts), value))
+    found = held.gather_or_raise(who, (len(parts), value))
     most = max(length for length, _ in found)
     return parts + [IDLE] * (most - len(parts)), [value for _, value in found]
 
 
 class StepSums:
-    """The sums of a step over its micro-batches; nothing waits for the device until `over_all` copies them at once.
+    """The sums of a step over its micro-batches; nothing waits for the device until `reduce_all` copies them at once.
 
     Args:
         loss: called on the outputs of each micro-batch.
@@ -85,7 +85,7 @@ class StepSums:
         self._trusted = torch.ones((), dtype=torch.bool, device=device)
 
     def add(self, outputs: Mapping[str, Tensor], batch: Batch, left_out: Tensor) -> dict[str, Tensor]:
-        """Call the loss on the outputs of a micro-batch; its gradient for each output.
+        """Call the loss on the outputs of a micro-batch, and return its gradient for each output.
 
         Args:
             outputs: ``[*b, T, ...]`` each, on the device.
@@ -101,10 +101,10 @@ class StepSums:
         self._sums = merge(self._sums, found.metrics | terms | seen | {"loss": Sum(found.loss)})
         return found.gradients
 
-    def over_all(
-        self, held: HeldError, microbatches: Sequence[Batch], works: Sequence[Plan], read: int
+    def reduce_all(
+        self, held: DeferredError, microbatches: Sequence[Batch], works: Sequence[Plan], read: int
     ) -> Metrics | None:
-        """The sums over all processes; None: the loss reads outputs that have been left out. A collective.
+        """Compute the sums over all processes; None: the loss reads outputs that were skipped. A collective.
 
         Args:
             held: with the error of this process, if it has one.
@@ -122,7 +122,7 @@ class StepSums:
         who = f"train_step({self._name})"
         sums, (certain,) = _fetch(self._sums, self._trusted)
         mine = sums | _counts(microbatches, works, self._cost) if self._counted else {}
-        everybody = held.meet(who, (mine, certain, read, self._differentiable))
+        everybody = held.gather_or_raise(who, (mine, certain, read, self._differentiable))
         if not all(certain for _, certain, *_ in everybody):
             return None
         if not any(read for *_, read, _ in everybody):
@@ -145,7 +145,7 @@ class StepSums:
 
 
 def _counts(microbatches: Sequence[Batch], works: Sequence[Plan], cost: Cost | None) -> Metrics:
-    """Tokens that the rows have, that the model has computed, and has not as rows have them in common; and FLOPs."""
+    """Count the tokens of the rows, those computed, those saved because rows have them in common, and FLOPs."""
     real = [(batch, work) for batch, work in zip(microbatches, works, strict=True) if batch is not IDLE]
     counts = {
         "tokens": sum(int(lengths(batch).sum()) for batch, _ in real),
@@ -183,6 +183,6 @@ def _fetch(metrics: Metrics, *others: Tensor) -> tuple[Metrics, list[float]]:
 
 
 def step_metrics(norm: Tensor, rate: float) -> Metrics:
-    """The metrics of an optimizer step: the norm of its gradient before clipping, and its learning rate."""
+    """Return the metrics of an optimizer step: the norm of its gradient before clipping, and its learning rate."""
     one = torch.ones(())
     return {"grad_norm": Mean(norm.cpu(), one), "lr": Mean(torch.tensor(rate), one)}

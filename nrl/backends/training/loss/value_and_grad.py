@@ -92,7 +92,7 @@ def ignores(
     places: Tensor,
     found: ValueAndGrad,
 ) -> Tensor:
-    """Whether a loss ignores the outputs at some places. Nothing waits for the device.
+    """Return whether a loss ignores the outputs at given places. Nothing waits for the device.
 
     Args:
         loss: called a second time here.
@@ -139,7 +139,7 @@ def ignores(
 
 
 def _noise(places: Tensor, shape: torch.Size, sign: int) -> Tensor:
-    """Numbers all over the range of log-probabilities: any threshold lies between some of them and the zeros.
+    """Return numbers all over the range of log-probabilities: any threshold lies between some of them and the zeros.
 
     They differ within a token, too, because a softmax of equal logits does not show what they are.
     """
@@ -153,6 +153,6 @@ def _leaves(found: ValueAndGrad) -> list[Tensor]:
 
 
 def _shape(found: ValueAndGrad) -> list[object]:
-    """Names, types, shapes and dtypes of an evaluation: all that can be read without waiting for the device."""
+    """Return names, types, shapes and dtypes of a result, which can be read without waiting for the device."""
     metrics = [(key, type(value)) for key, value in found.metrics.items()]
     return [metrics, [(x.shape, x.dtype) for x in _leaves(found)]]

@@ -28,7 +28,7 @@ _SCALES: dict[str, Callable[[int, int], float]] = {
 
 
 def newton_schulz(matrices: Tensor, *, steps: int = 5, eps: float = 1e-7) -> Tensor:
-    """About ``U V^T`` of each matrix ``U S V^T``: its singular values become numbers between 0.68 and 1.21.
+    """Approximate ``U V^T`` of each matrix ``U S V^T``: its singular values become numbers between 0.68 and 1.21.
 
     That holds of those that are at least 0.002 of the Frobenius norm; smaller ones are multiplied by up to 485. One
     step is ``x = a x + (b A + c A^2) x`` with ``A = x x^T``, from ``x = matrix / (its Frobenius norm + eps)``, and with
@@ -103,7 +103,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step; over several processes, a collective."""
+        """Take one step; over several processes, a collective."""
         for group in self.param_groups:
             ready = [(p, self._momentum(p, group)) for p in group["params"] if p.grad is not None]
             split = [(p, x) for p, x in ready if isinstance(x, DTensor) and x.ndim == 2]
@@ -111,12 +111,12 @@ class Muon(torch.optim.Optimizer):
                 if not (isinstance(update, DTensor) and update.ndim == 2):
                     self._orthogonalise(parameter, update)
             for several in batched(split, split[0][1].device_mesh.size() if split else 1):
-                self._by_owners(several)
+                self._orthogonalise_by_owners(several)
             for parameter, update in ready:
                 parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
 
     def _momentum(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """A new tensor."""
+        """Update the momentum of a parameter, and return the update as a new tensor."""
         gradient = parameter.grad
         assert gradient is not None
         state = self.state[parameter]
@@ -127,7 +127,7 @@ class Muon(torch.optim.Optimizer):
         return update
 
     def _orthogonalise(self, parameter: Tensor, update: Tensor) -> None:
-        """Replace the matrices in a tensor; those of one shape together."""
+        """Replace the matrices in a tensor, all matrices of one shape together."""
         by_shape = dict[torch.Size, list[Tensor]]()
         for view in self._matrices(parameter, update):
             if view.numel():
@@ -140,8 +140,8 @@ class Muon(torch.optim.Optimizer):
             for view, x in zip(views, made, strict=True):
                 view.copy_(x)
 
-    def _by_owners(self, several: Sequence[tuple[Tensor, DTensor]]) -> None:
-        """As `_orthogonalise`, of at most as many as there are processes: each has one to compute."""
+    def _orthogonalise_by_owners(self, several: Sequence[tuple[Tensor, DTensor]]) -> None:
+        """Orthogonalise at most as many matrices as there are processes: each process computes one."""
         mesh = several[0][1].device_mesh
         group, rank, size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
         local = [update.to_local() for _, update in several]

@@ -28,7 +28,7 @@ _fraction = attrs.validators.and_(_ge(0), _lt(1))
 @checked("Group")
 @attrs.frozen
 class Group:
-    """What is particular to some weights; where several groups fit a weight, the first one counts.
+    """The options of a group of weights; where several groups fit a weight, the first one counts.
 
     Args:
         names: which weights, by a pattern for their Hugging Face names: ``*`` is any text, ``[ab]`` one of two letters.
@@ -182,7 +182,7 @@ def adamw(
     >>> learning_rate(adamw(lr=1.0, schedule=lambda step: (step + 1) ** -0.5), 3)
     0.5
     """
-    kept = None if moments == "float32" else moments  # so that another kind can replace it in a configuration
+    kept = None if moments == "float32" else moments  # None lets another kind replace it in a configuration.
     return Optimizer(
         lr, (betas[0], betas[1]), eps, weight_decay, clip, schedule or Schedule(), moments=kept, groups=tuple(groups)
     )
@@ -319,7 +319,7 @@ def own(
 
 
 def learning_rate(optimizer: Optimizer, step: int) -> float:
-    """The learning rate of optimizer step ``step``, which counts from 0.
+    """Return the learning rate of optimizer step ``step``, which counts from 0.
 
     Raises:
         ValueError: one's own schedule gives a negative number, or one that is not finite.
@@ -342,7 +342,7 @@ def learning_rate(optimizer: Optimizer, step: int) -> float:
 
 
 def set_learning_rate(groups: Iterable[dict[str, Any]], optimizer: Optimizer, step: int) -> float:
-    """Let the groups of parameters of a torch optimizer have the rate of a step, and return it.
+    """Set the learning rate of a step in the parameter groups of a torch optimizer, and return it.
 
     A group with a ``factor`` has a multiple of it, and one with ``at`` the number of the step.
     """

@@ -114,7 +114,7 @@ def linear_top_k(
     chunk: int | None = None,
     shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The most probable words under the softmax of a linear layer, and their log-probabilities; without gradient.
+    """Find the most probable words under the softmax of a linear layer, and their log-probabilities, without gradient.
 
     Args:
         hidden: ``[N, H]``; these are as for `linear_logprobs`.
@@ -139,7 +139,7 @@ def linear_top_k(
     """
     check_inputs(hidden, weight, None, temperature, bias, chunk)
     words_here = torch.tensor(len(weight))
-    known = int(words_here if shard is None else shard.summed(words_here.to(weight.device)))
+    known = int(words_here if shard is None else shard.all_reduce(words_here.to(weight.device)))
     if not 1 <= k <= known:
         raise ConfigError(f"top_k: k is {k}; it must be at least 1 and at most the {known} words of the model")
     if temperature is not None:
@@ -159,12 +159,12 @@ def linear_top_k(
 
 
 def _words(weight: Tensor, shard: VocabularyShard | None) -> int:
-    """The words of a chunk's logits; where processes share the vocabulary, the most that one of them has."""
-    return len(weight) if shard is None else shard.most
+    """Return the words of a chunk's logits; where processes share the vocabulary, the most that one of them has."""
+    return len(weight) if shard is None else shard.max_words
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """The two results, with the logits computed again in the backward.
+    """Log-probabilities and entropy, with the logits computed again in the backward.
 
     `targets` is ``[N, K]``, `temperature` ``[N, 1]``.
     """
@@ -192,7 +192,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 p = torch.exp(chunk, out=logits[: len(chunk)])
                 entropies[rows] = p.mul_(chunk).sum(1).neg_()
         if entropies is not None and shard is not None:
-            shard.summed(entropies)
+            shard.all_reduce(entropies)
         keep = size == hidden.shape[0] and size * _words(weight, shard) * logp.itemsize <= KEEP_BYTES
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, entropies, logp if keep else None)
         ctx.set_materialize_grads(False)
@@ -239,7 +239,7 @@ def _gradients(
     size: int,
     shard: VocabularyShard | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of hidden, weight and bias, the last two as sums over chunks, which the caller casts."""
+    """Compute gradients of hidden, weight and bias, the last two as sums over chunks, which the caller casts."""
     logits, factor = buffer(hidden, weight, size), factor_of(weight)
     logp = torch.empty_like(logits) if kept is None or of_entropy is not None else kept
     gradients = HeadGradients(hidden, weight, logits, needs, size)
@@ -275,12 +275,12 @@ def _log_softmax(
     out: Tensor,
     shard: VocabularyShard | None,
 ) -> Tensor:
-    """Log-probabilities of all words for the tokens `rows`, written to `out`; `logits` is scratch."""
+    """Compute log-probabilities of all words for the tokens `rows` into `out`; `logits` is scratch."""
     logits = chunk_logits(hidden, factor, bias, temperature, rows, logits)
     out = out[: len(logits)]
     return torch.log_softmax(logits, 1, out=out) if shard is None else shard.log_softmax(logits, out)
 
 
 def _by_temperature(grad: Tensor | None, temperature: Tensor | None) -> Tensor | None:
-    """The incoming gradient, with the temperature's share of the chain rule."""
+    """Return the incoming gradient, with the temperature's share of the chain rule."""
     return grad if grad is None or temperature is None else grad / temperature

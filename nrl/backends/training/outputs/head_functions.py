@@ -38,7 +38,7 @@ def linear_logits(
     bias: Tensor | None = None,
     shard: VocabularyShard | None = None,
 ) -> Tensor:
-    """The logits of a linear layer, ``(W h_n + b) / temperature_n``, in float32 (float64 for float64 inputs).
+    """Compute the logits of a linear layer, ``(W h_n + b) / temperature_n``, in float32 (float64 for float64 inputs).
 
     Args:
         hidden: ``[N, H]``; these are as for `nrl.backends.training.outputs.fused_logprobs.linear_logprobs`.
@@ -106,7 +106,7 @@ def _apply(
     shard: VocabularyShard | None,
     guard: Callable[[], AbstractContextManager[Any]],
 ) -> Tensor:
-    if shard is None or len(weight):  # of a few words, the last process may have none
+    if shard is None or len(weight):  # The last process may have none of a few words.
         check_inputs(hidden, weight, None, temperature, bias, chunk)
     if temperature is not None:
         temperature = temperature.detach().to(accumulating(hidden.dtype))[:, None]
@@ -118,7 +118,7 @@ def _apply(
 
 
 class _MapLogits(torch.autograd.Function):
-    """What a function makes of the logits; without a function, the logits. `temperature` is ``[N, 1]``."""
+    """A function of the logits, or the logits without a function. `temperature` is ``[N, 1]``."""
 
     @staticmethod
     def forward(
@@ -176,7 +176,7 @@ class _MapLogits(torch.autograd.Function):
 
 
 def _slope(output: LogitsOutput, logits: Tensor, columns: Sequence[Tensor], grad: Tensor) -> Tensor:
-    """The gradient of the logits of a chunk, from that of what the function returned."""
+    """Compute the gradient of the logits of a chunk from the gradient of the function's result."""
     leaf = logits.detach().requires_grad_()
     with torch.enable_grad():
         found = call_on(output, leaf, columns)

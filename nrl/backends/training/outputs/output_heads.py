@@ -1,4 +1,4 @@
-"""What heads compute from hidden states: log-probabilities and entropy of words, logits, or one number."""
+"""Outputs of heads from hidden states: log-probabilities and entropy of words, logits, or one number."""
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -27,7 +27,7 @@ LARGE = frozenset({"logits", "hidden_states"})
 
 
 def widths(weight: Tensor, provides: Collection[str]) -> dict[str, int]:
-    """The last dimension of logits and of hidden states, for those of them that a head with this weight provides.
+    """Return the last dimension of logits and of hidden states, if a head with this weight provides them.
 
     >>> widths(torch.zeros(23, 16), PROVIDES["value"])
     {'hidden_states': 16}
@@ -37,14 +37,14 @@ def widths(weight: Tensor, provides: Collection[str]) -> dict[str, int]:
 
 
 def numbers(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``[n]``, the output of a head of one number, in float32 at least."""
+    """Compute ``[n]``, the output of a head of one number, in float32 at least."""
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     found = (hidden.to(dtype) * weight[0].to(dtype)).sum(-1)
     return found if bias is None else found + bias[0].to(dtype)
 
 
 def states(hidden: Tensor) -> Tensor:
-    """``[n, H]``, the hidden states as an output: in float32 at least, and a tensor of their own."""
+    """Return ``[n, H]``, the hidden states as an output: in float32 at least, and copied."""
     return hidden.to(torch.promote_types(hidden.dtype, torch.float32), copy=True)
 
 
@@ -59,7 +59,7 @@ def predictions(
     shard: VocabularyShard | None = None,
     guard: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> dict[str, Tensor]:
-    """The outputs of a language-model head that ``needs`` names; the matrix of logits is held if it is one of them.
+    """Compute the outputs of a language-model head that ``needs`` names; only ``logits`` holds the matrix of logits.
 
     Args:
         hidden: ``[n, H]``, the states that predict the wanted tokens.
@@ -78,7 +78,7 @@ def predictions(
     if k is not None:
         found = linear_top_k(hidden, weight, k, temperature=temperature, bias=bias, shard=shard)
         values["top_k_ids"], values["top_k_logprobs"] = found
-    if {"logprobs", "entropy", "logprobs_at"} & {output_kind(need) for need in needs}:  # one softmax for all targets
+    if {"logprobs", "entropy", "logprobs_at"} & {output_kind(need) for need in needs}:  # All targets share one softmax.
         wide = [x if x.ndim > 1 else x[:, None] for x in targets.values()]
         logprobs, entropy = linear_logprobs(
             hidden,

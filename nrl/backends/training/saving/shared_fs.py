@@ -18,22 +18,34 @@ from nrl.runtime.mesh.placement import Mesh
 from nrl.runtime.mesh.rpc import from_all
 from nrl.runtime.node import shared_fs_probe
 
-__all__ = ["Stranger", "answer", "apart", "arrived", "check", "check_shared", "lies_there", "see", "stranger"]
+__all__ = [
+    "HostWithoutFolder",
+    "answer",
+    "check",
+    "check_shared",
+    "check_visible",
+    "collect_written",
+    "find_host_without_folder",
+    "find_separate_exporter",
+    "local_only_error",
+]
 
 
-class Stranger(NamedTuple):
-    """A process that has another folder than the program, and why that is known."""
+class HostWithoutFolder(NamedTuple):
+    """A host whose process does not have the program's folder, with the reason."""
 
     rank: int
     host: str
-    why: str
+    reason: str
 
     def __str__(self) -> str:
-        return f"rank {self.rank}, on host {self.host}, {self.why}"
+        return f"rank {self.rank}, on host {self.host}, {self.reason}"
 
 
-def stranger(folder: Folder, ask: Callable[[Folder, str], Sequence[tuple[str, str]]]) -> Stranger | None:
-    """The first process that does not have the program's folder; None: all have it.
+def find_host_without_folder(
+    folder: Folder, ask: Callable[[Folder, str], Sequence[tuple[str, str]]]
+) -> HostWithoutFolder | None:
+    """Return the first process that does not have the program's folder; None: all have it.
 
     Args:
         folder: exists, and the program can write there.
@@ -49,7 +61,7 @@ def stranger(folder: Folder, ask: Callable[[Folder, str], Sequence[tuple[str, st
             if not why and not shared_fs_probe.arrives(folder / f"{note}.{rank}"):
                 why = "writes what does not arrive there"
             if why:
-                return Stranger(rank, host, why)
+                return HostWithoutFolder(rank, host, why)
     finally:
         for path in folder.glob(f"{note}*"):
             path.unlink(missing_ok=True)
@@ -63,7 +75,7 @@ def check_shared(mesh: Mesh, name: str, folder: str | Folder, who: str) -> None:
         CheckpointError: a process has another one.
     """
     place, here = at(folder).absolute(), socket.gethostname()
-    found = _stranger_of(mesh, who, place)
+    found = _find_host_of_mesh(mesh, who, place)
     if found is not None:
         instead = (
             "give a folder (out=) on a disk that all nodes share by the same path, or a store that they reach, such as "
@@ -78,14 +90,14 @@ def check_shared(mesh: Mesh, name: str, folder: str | Folder, who: str) -> None:
         )
 
 
-def apart(mesh: Mesh, folder: Path) -> Stranger | None:
-    """The first process, which is the one that exports, if it does not have the program's folder."""
-    found = _stranger_of(mesh, "export", folder)
+def find_separate_exporter(mesh: Mesh, folder: Path) -> HostWithoutFolder | None:
+    """Return the first process, which exports, if it does not have the program's folder; None: it has it."""
+    found = _find_host_of_mesh(mesh, "export", folder)
     return found if found is not None and found.rank == 0 else None
 
 
-def lies_there(folder: Path, found: Stranger) -> CheckpointError:
-    """What a program is told whose export another host has."""
+def local_only_error(folder: Path, found: HostWithoutFolder) -> CheckpointError:
+    """Return the error of a program whose export lies on another host."""
     return CheckpointError(
         f"export: the model lies in {folder} on host {found.host}, and this program, on host "
         f"{socket.gethostname()}, does not see it: {found}. Copy it from there, or give a folder on a disk "
@@ -93,12 +105,12 @@ def lies_there(folder: Path, found: Stranger) -> CheckpointError:
     )
 
 
-def _stranger_of(mesh: Mesh, who: str, folder: Folder) -> Stranger | None:
-    return stranger(folder, partial(from_all, mesh, who, answer, turn=False))
+def _find_host_of_mesh(mesh: Mesh, who: str, folder: Folder) -> HostWithoutFolder | None:
+    return find_host_without_folder(folder, partial(from_all, mesh, who, answer, turn=False))
 
 
-def arrived(name: str, folder: Folder, each: Iterable[Mapping[str, Written]]) -> dict[str, Written]:
-    """All files that the processes of a trainer wrote, if the program sees them as they were written.
+def collect_written(name: str, folder: Folder, each: Iterable[Mapping[str, Written]]) -> dict[str, Written]:
+    """Collect the files that the processes of a trainer wrote, and check that the program sees them.
 
     Args:
         name: of the trainer.
@@ -121,12 +133,12 @@ def arrived(name: str, folder: Folder, each: Iterable[Mapping[str, Written]]) ->
 
 
 def answer(folder: Folder, note: str) -> tuple[str, str]:
-    """In a process: answer the program's note; the name of this host, and why it has another folder, or ""."""
+    """Answer the program's note in a process: the name of this host, and why it has another folder, or ""."""
     return socket.gethostname(), shared_fs_probe.answer(folder, note, str(process().rank), _leave)
 
 
-def see(folder: Folder, files: Mapping[str, Written]) -> None:
-    """In a process: check that all files are there, with the sizes with which they were written.
+def check_visible(folder: Folder, files: Mapping[str, Written]) -> None:
+    """Check in a process that all files are there, with the sizes with which they were written.
 
     Raises:
         CheckpointError: one is not, although the program sees it.
@@ -141,7 +153,7 @@ def see(folder: Folder, files: Mapping[str, Written]) -> None:
 
 
 def check(folder: Folder, files: Mapping[str, Written]) -> None:
-    """In a process: compare its share of the files with their checksums. Together the processes read each file once.
+    """Compare a process's share of the files with their checksums. Together the processes read each file once.
 
     Raises:
         CheckpointError: one was altered.

@@ -22,26 +22,36 @@ from torch import Tensor
 
 from nrl.backends.models import safetensors
 from nrl.backends.models.named_weights import SAME, a_few, check_weight
-from nrl.backends.models.shards import Joining, apart, fill
-from nrl.backends.training.collectives import HeldError, Peers
-from nrl.backends.training.saving.save_plan import ToSave
+from nrl.backends.models.shards import ShardAssembler, are_disjoint, fill
+from nrl.backends.training.collectives import DeferredError, ProcessGroup
+from nrl.backends.training.saving.save_plan import SavePlan
 from nrl.backends.types import Piece
 from nrl.errors import CheckpointError, ModelError
 from nrl.files import NOT_FINITE, Buffer, Folder, check_parts, part, saved_in
 
-__all__ = ["KEYS", "MODEL", "MOMENTS", "NUMBER", "check_optimizer", "read", "to_save", "weights", "written_by"]
+__all__ = [
+    "KEYS",
+    "MODEL",
+    "MOMENTS",
+    "NUMBER",
+    "check_optimizer",
+    "iter_weights",
+    "load_shards",
+    "plan_save",
+    "record_optimizer",
+]
 
 MODEL, MOMENTS = "model.", "optimizer."
 KEYS = ("step", "exp_avg", "exp_avg_sq")
 """AdamW's state of a parameter."""
 NUMBER = ":number"
-"""What follows a name of an optimizer's state that is a number of Python, and no tensor."""
+"""The suffix of the name of an optimizer's state that is a number of Python, and no tensor."""
 
 _SHARDS = "DCP_SHARDING_INFO"
 """The field with DCP's offsets in the header of a file; nrl adds the whole shapes, and names where they differ."""
 
 
-def to_save(pieces: Callable[[], Iterable[Piece]], peers: Peers, record: Mapping[str, Any]) -> ToSave:
+def plan_save(pieces: Callable[[], Iterable[Piece]], peers: ProcessGroup, record: Mapping[str, Any]) -> SavePlan:
     """Return the file of this process, of which all processes together have each number once; a collective.
 
     Args:
@@ -49,14 +59,16 @@ def to_save(pieces: Callable[[], Iterable[Piece]], peers: Peers, record: Mapping
         peers: the processes.
         record: JSON for the manifest, to which `NOT_FINITE` is added.
     """
-    held, spoken = HeldError(peers), list[Piece]()
-    with held.back():
+    held, spoken = DeferredError(peers), list[Piece]()
+    with held.capture():
         spoken = [piece for piece in pieces() if piece.tensor.numel()]
-    held.meet("save")
-    return ToSave({part(peers.rank, peers.count): _safetensors(spoken)}, {**record, NOT_FINITE: _not_finite(spoken)})
+    held.gather_or_raise("save")
+    return SavePlan(
+        {part(peers.rank, peers.count): _safetensors(spoken)}, {**record, NOT_FINITE: _find_not_finite(spoken)}
+    )
 
 
-def _not_finite(pieces: Iterable[Piece]) -> list[str]:
+def _find_not_finite(pieces: Iterable[Piece]) -> list[str]:
     """Return the names of the pieces that have NaN or infinite numbers."""
     flags: dict[torch.device, dict[str, Tensor]] = {}
     for name, tensor in ((piece.name, piece.tensor.detach()) for piece in pieces if piece.tensor.is_floating_point()):
@@ -70,13 +82,13 @@ def _not_finite(pieces: Iterable[Piece]) -> list[str]:
     return found
 
 
-def read(
+def load_shards(
     folder: Folder,
     shapes: Mapping[str, tuple[int, ...]],
     pieces: Callable[[Mapping[str, Tensor]], Iterable[Piece]],
-    peers: Peers,
+    peers: ProcessGroup,
 ) -> None:
-    """Fill pieces with what was written of `to_save`; a collective.
+    """Fill pieces from the files of a `plan_save`; a collective.
 
     Args:
         folder: with the files of all processes that wrote.
@@ -86,44 +98,44 @@ def read(
 
     Raises:
         ModelError: the files are of another model. Nothing has been changed then.
-        CheckpointError: a part is missing, or a file is not one of `to_save`. Nothing has been changed then, either.
+        CheckpointError: a part is missing, or a file is not one of `plan_save`. Nothing has been changed then, either.
     """
     with ExitStack() as files:
-        held, there = HeldError(peers), dict[str, list[Piece]]()
-        with held.back():
+        held, there = DeferredError(peers), dict[str, list[Piece]]()
+        with held.capture():
             there = _pieces(folder, files)
             whole = {name: pieces[0].shape for name, pieces in there.items()}
             _check({name.removeprefix(MODEL): x for name, x in whole.items() if name.startswith(MODEL)}, shapes)
-        held.meet("restore")
-        with held.back():
+        held.gather_or_raise("restore")
+        with held.capture():
             own = list(pieces({name: _empty(several[0]) for name, several in there.items()}))
             if lost := sorted({piece.name for piece in own} - there.keys()):
                 raise CheckpointError(f"restore: {folder} has nothing of {a_few(lost)}; use another checkpoint")
             for piece in own:
                 fill({piece.name: piece}, there[piece.name], who="restore")
-        held.meet("restore")
+        held.gather_or_raise("restore")
 
 
-def weights(folder: Folder) -> Iterator[tuple[str, Tensor]]:
-    """The whole weights of the model that was written of `to_save`, one after the other, by the names that files have.
+def iter_weights(folder: Folder) -> Iterator[tuple[str, Tensor]]:
+    """Yield the full weights of a model that `plan_save` wrote, one after the other, by their names in files.
 
     Args:
         folder: with the files of all processes that wrote.
 
     Raises:
-        CheckpointError: a part is missing, or a file is not one of `to_save`.
+        CheckpointError: a part is missing, or a file is not one of `plan_save`.
     """
     with ExitStack() as files:
         for name, found in _pieces(folder, files).items():
             if name.startswith(MODEL):
                 read = [attrs.evolve(each, name=name.removeprefix(MODEL), tensor=each.tensor[:]) for each in found]
-                yield from Joining().add(read)
+                yield from ShardAssembler().add(read)
 
 
-def written_by(optimizer: str) -> dict[str, str]:
-    """What the record of a checkpoint says of the optimizer whose state it has; of AdamW nothing.
+def record_optimizer(optimizer: str) -> dict[str, str]:
+    """Return the entry of a checkpoint's record for the optimizer whose state it has; AdamW has none.
 
-    >>> written_by("adamw"), written_by("sgd")
+    >>> record_optimizer("adamw"), record_optimizer("sgd")
     ({}, {'optimizer': 'sgd'})
     """
     return {} if optimizer == "adamw" else {"optimizer": optimizer}
@@ -148,8 +160,10 @@ def _empty(piece: Piece) -> Tensor:
 
 
 def _safetensors(pieces: Sequence[Piece]) -> list[Buffer | Tensor]:
-    """The content of a file: a header, and then one piece after the other."""
-    pieces = sorted(pieces, key=lambda piece: -piece.tensor.element_size())  # so that each is aligned
+    """Return the content of a file: a header, and then one piece after the other."""
+    pieces = sorted(
+        pieces, key=lambda piece: -piece.tensor.element_size()
+    )  # Wider dtypes first keep each tensor aligned.
     keys, seen = list[str](), Counter[str]()
     for piece in pieces:
         keys.append(f"{piece.name}#{seen[piece.name]}" if seen[piece.name] else piece.name)
@@ -167,7 +181,7 @@ def _safetensors(pieces: Sequence[Piece]) -> list[Buffer | Tensor]:
 
 
 def _pieces(folder: Folder, files: ExitStack) -> dict[str, list[Piece]]:
-    """What is in a folder by tensor, if it makes whole tensors; read from ``files``, which stay open, when indexed."""
+    """Return the pieces in a folder by tensor, and check that they are complete; indexing reads from open ``files``."""
     from safetensors import SafetensorError
 
     found: dict[str, list[Piece]] = {}
@@ -183,7 +197,7 @@ def _pieces(folder: Folder, files: ExitStack) -> dict[str, list[Piece]]:
         ) from None
     for path in paths:
         try:
-            file = files.enter_context(safetensors.opened(path))
+            file = files.enter_context(safetensors.open_file(path))
             info = json.loads(file.metadata()[_SHARDS])
         except (SafetensorError, TypeError, KeyError, ValueError) as error:
             raise CheckpointError(
@@ -198,7 +212,7 @@ def _pieces(folder: Folder, files: ExitStack) -> dict[str, list[Piece]]:
     for name, pieces in found.items():
         have = sum(math.prod(at.stop - at.start for at in piece.index) for piece in pieces)
         all_of_it = math.prod(pieces[0].shape)
-        if have != all_of_it or not apart([piece.index for piece in pieces]):
+        if have != all_of_it or not are_disjoint([piece.index for piece in pieces]):
             raise CheckpointError(
                 f"restore: {folder} has {have} of the {all_of_it} numbers of '{name}', in "
                 f"{a_few([path.name for path in paths])}; use another checkpoint"

@@ -46,7 +46,7 @@ def results(
     """The output in the shape of the batch, and the gradients of the leaves, which are ``[B * T, heads, D]``."""
     leaves = [x.detach().requires_grad_() for x in leaves]
     q, k, v = (x[tokens.source].transpose(0, 1) for x in leaves)
-    out = packed_attention.over(tokens.rows)(q, k, v, window, scaling)
+    out = packed_attention.make_attention(tokens.rows)(q, k, v, window, scaling)
     whole = unpack(out, tokens)
     return [whole.detach(), *torch.autograd.grad(whole, leaves, cotangent.to(whole.dtype))]
 

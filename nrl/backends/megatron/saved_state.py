@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from nrl.backends.megatron.groups import Groups
-from nrl.backends.megatron.weights import own
+from nrl.backends.megatron.weight_views import local_shards
 from nrl.backends.training.saving.storage import KEYS, MODEL, MOMENTS
 from nrl.backends.types import Piece
 
-__all__ = ["fresh_moments", "of_model", "of_training", "ranges", "updated"]
+__all__ = ["fresh_moments", "iter_training_state", "name_weights", "ranges", "update_model"]
 
 
-class _Kept(NamedTuple):
-    """What this process keeps of a parameter's training.
+class _ParameterState(NamedTuple):
+    """This process's part of a parameter's training state.
 
     Args:
         main: its numbers in the precision in which they are updated.
@@ -36,29 +36,29 @@ class _Kept(NamedTuple):
     alone: bool
 
 
-def of_model(pieces: Iterable[Piece], wanted: Callable[[str], bool]) -> Iterator[Piece]:
-    """Pieces of weights whose names are wanted, by the names that they are stored by."""
+def name_weights(pieces: Iterable[Piece], wanted: Callable[[str], bool]) -> Iterator[Piece]:
+    """Yield wanted pieces of weights, by the names in a checkpoint."""
     return (attrs.evolve(piece, name=MODEL + piece.name) for piece in pieces if wanted(piece.name))
 
 
-def of_training(
+def iter_training_state(
     copies: Any, optimizer: Any, at: Groups, *, spoken: bool, wanted: Callable[[str], bool]
 ) -> Iterator[Piece]:
-    """Weights whose names are wanted, and moments; if ``spoken``, those that no process before this one has."""
-    find = _finder(optimizer, at)
-    for parameter, piece, first in own([copy.module for copy in copies], at):
+    """Yield wanted weights, and moments; if ``owned``, only the pieces that no earlier process has."""
+    find = _make_finder(optimizer, at)
+    for parameter, piece, first in local_shards([copy.module for copy in copies], at):
         if not wanted(piece.name):
             continue
         if not parameter.requires_grad:  # the base of an adapter, which no optimizer has
             if not spoken or (first and at.first_copy(parameter)):
-                yield from of_model([piece], wanted)
+                yield from name_weights([piece], wanted)
             continue
         kept = find(parameter)
         if kept is not None and (not spoken or (first and kept.alone)):
-            yield from _of_parameter(piece, parameter, kept, spoken)
+            yield from _iter_parameter_state(piece, parameter, kept, spoken)
 
 
-def _of_parameter(piece: Piece, parameter: Tensor, kept: _Kept, spoken: bool) -> Iterator[Piece]:
+def _iter_parameter_state(piece: Piece, parameter: Tensor, kept: _ParameterState, spoken: bool) -> Iterator[Piece]:
     first = int(piece.tensor.storage_offset() - parameter.storage_offset())
     for index, begin, end in ranges(piece, first - kept.begin, kept.main.numel()):
         shape = [at.stop - at.start for at in index]
@@ -70,12 +70,14 @@ def _of_parameter(piece: Piece, parameter: Tensor, kept: _Kept, spoken: bool) ->
         if kept.state:
             for key in KEYS[1:]:
                 yield block(f"{MOMENTS}{piece.name}.{key}", kept.state[key])
-            if not spoken or not any(at.start for at in index):  # who writes the beginning of a weight writes its step
+            if not spoken or not any(
+                at.start for at in index
+            ):  # The process that writes the beginning of a weight writes its step.
                 yield Piece(f"{MOMENTS}{piece.name}.step", (), (), kept.state["step"])
 
 
 def ranges(piece: Piece, first: int, size: int) -> Iterator[tuple[tuple[slice, ...], int, int]]:
-    """The blocks of a piece that some numbers, one after the other, are.
+    """Yield the blocks of a piece that a run of consecutive numbers covers.
 
     Args:
         piece: whose own numbers lie one after the other.
@@ -85,8 +87,8 @@ def ranges(piece: Piece, first: int, size: int) -> Iterator[tuple[tuple[slice, .
     Yields:
         The index of a block in the whole weight, and where its numbers begin and end among the given ones.
 
-    >>> from nrl.backends.models.shards import whole
-    >>> list(ranges(whole("w", torch.zeros(3, 4)), -2, 5))
+    >>> from nrl.backends.models.shards import full_shard
+    >>> list(ranges(full_shard("w", torch.zeros(3, 4)), -2, 5))
     [((slice(0, 1, None), slice(2, 4, None)), 0, 2), ((slice(1, 2, None), slice(0, 3, None)), 2, 5)]
     """
     shape = tuple(piece.tensor.shape)
@@ -105,38 +107,38 @@ def ranges(piece: Piece, first: int, size: int) -> Iterator[tuple[tuple[slice, .
         begin = stop
 
 
-def _finder(optimizer: Any, at: Groups) -> Callable[[Tensor], _Kept | None]:
-    """What this process keeps of a parameter; None: nothing."""
-    found = dict[int, _Kept]()
+def _make_finder(optimizer: Any, at: Groups) -> Callable[[Tensor], _ParameterState | None]:
+    """Return a function from a parameter to this process's part of its training state; None: there is no part."""
+    found = dict[int, _ParameterState]()
     for each in optimizer.chained_optimizers:
         if hasattr(each, "model_param_gbuf_map"):
             for parameter in each.model_param_group_index_map:
                 alone = at.first_shards(parameter)
                 state = each._get_main_param_and_optimizer_states(parameter)
                 begin = each._get_model_param_range_map(parameter)["param"].start
-                found[id(parameter)] = _Kept(state.pop("param"), state, begin, alone)
+                found[id(parameter)] = _ParameterState(state.pop("param"), state, begin, alone)
         else:
             for group in each.param_groups:
                 for main in group["params"]:
-                    found[id(main)] = _Kept(main, each.optimizer.state.get(main, {}), 0, at.first_copy(main))
+                    found[id(main)] = _ParameterState(main, each.optimizer.state.get(main, {}), 0, at.first_copy(main))
     return lambda parameter: found.get(id(getattr(parameter, "main_param", parameter))) or found.get(id(parameter))
 
 
 def _with_parameters(optimizer: Any) -> list[Any]:
-    """The optimizers that have any: in a stage without an adapter there may be none."""
+    """Return the optimizers that have parameters; a stage without an adapter may have none."""
     return [each for each in optimizer.chained_optimizers if not each.is_stub_optimizer]
 
 
 def fresh_moments(optimizer: Any) -> None:
-    """Moments of zeros for all that this process keeps."""
+    """Make moments of zeros for all parameters that this process keeps."""
     for each in _with_parameters(optimizer):
         each.init_state_fn(each.optimizer, each.config)
         for state in each.optimizer.state.values():
             state.setdefault("step", torch.zeros(()))
 
 
-def updated(copies: Any, optimizer: Any) -> None:
-    """Let the model have what has been read into its optimizer; a collective."""
+def update_model(copies: Any, optimizer: Any) -> None:
+    """Copy weights from the optimizer to the model after a read; a collective."""
     for each in _with_parameters(optimizer):
         if hasattr(each, "_copy_main_params_to_model_params"):
             each._copy_main_params_to_model_params()

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from nrl.backends.megatron.groups import Groups
-from nrl.backends.megatron.weights import spoken
+from nrl.backends.megatron.weight_views import owned_shards
 from nrl.backends.models import lora, weight_layout
 from nrl.backends.models.named_weights import named_tensors
 from nrl.backends.types import Piece
 
-__all__ = ["add", "clear", "merged", "signature"]
+__all__ = ["add", "clear", "merge_adapters", "signature"]
 
 _JOINED = {
     "self_attention.linear_qkv": ("self_attn", ("q_proj", "k_proj", "v_proj")),
@@ -31,14 +31,14 @@ _JOINED = {
     "mlp.linear_fc1": ("mlp", ("gate_proj", "up_proj")),
     "mlp.linear_fc2": ("mlp", ("down_proj",)),
 }
-"""For Megatron's linear layers, the projections that they are made of, by the names that files have."""
+"""The projections that Megatron's linear layers consist of, by their names in files."""
 
 _SUMS: WeakKeyDictionary[nn.Module, tuple[dict[str, int], dict[str, float]]] = WeakKeyDictionary()
-"""For each stage, how often each weight of its base had been written to, and the sums of its pieces then."""
+"""The writes to each weight of the base of a stage when it was last summed, and the sums of its pieces then."""
 
 
 class _Projection(nn.Module):
-    """A and B of a projection, or what this process has of them.
+    """A and B of a projection, or this process's parts of them.
 
     Args:
         name: that the projection has in files.
@@ -68,15 +68,15 @@ class _Projection(nn.Module):
             self.register_parameter(kind, parameter)
 
     def piece(self, kind: str, values: Tensor) -> Piece:
-        """What this process has of A or B, as a view of ``values``."""
+        """Return this process's part of A or B, as a view of ``values``."""
         split, tp = self._split[kind], self._at.layout.tp
         shape = tuple(size * tp if dim == split else size for dim, size in enumerate(values.shape))
         first = [self._at.tp * size if dim == split else 0 for dim, size in enumerate(values.shape)]
         index = tuple(slice(begin, begin + size) for begin, size in zip(first, values.shape, strict=True))
         return Piece(f"{self.name}.{kind}.weight", shape, index, values)
 
-    def added(self, index: tuple[slice, ...]) -> Tensor:
-        """What the adapter adds to a block of the weight that this process has; in float32 at least."""
+    def compute_delta(self, index: tuple[slice, ...]) -> Tensor:
+        """Compute what the adapter adds to a block of this process's part of the weight, in float32 at least."""
         a, b = (self.piece(kind, getattr(self, kind).detach()) for kind in ("lora_A", "lora_B"))
         rows, columns = index
         here = slice(rows.start - b.index[0].start, rows.stop - b.index[0].start)
@@ -169,7 +169,7 @@ def add(stage: Any, skeleton: nn.Module, at: Groups) -> None:
     """Give a stage the adapters that a transformers model has, and let it train those and a value or reward head alone.
 
     Args:
-        stage: of the model (`nrl.backends.megatron.layers.PackedGPT`).
+        stage: of the model (`nrl.backends.megatron.packed_layers.PackedGPT`).
         skeleton: the model, from `nrl.backends.models.lora.skeleton`.
         at: the groups.
     """
@@ -183,15 +183,17 @@ def add(stage: Any, skeleton: nn.Module, at: Groups) -> None:
                 joined = layer.get_submodule(path)
                 by_rows = len(names) > 1
                 own = {name: _Projection(prefix + name, x, by_rows, joined, at) for name, x in there.items()}
-                joined.adapter = _beside(stage.config, names, own, joined, at)
-                joined.register_forward_hook(_plus)
+                joined.adapter = _make_adapter(stage.config, names, own, joined, at)
+                joined.register_forward_hook(_add_adapter_output)
     if stage.post_process and isinstance(stage.output_layer, nn.Linear):
         stage.output_layer.requires_grad_(True)
     if stage.pre_process:
-        stage.embedding.register_forward_hook(_differentiable)
+        stage.embedding.register_forward_hook(_require_gradient)
 
 
-def _beside(config: Any, names: tuple[str, ...], own: Mapping[str, _Projection], joined: Any, at: Groups) -> nn.Module:
+def _make_adapter(
+    config: Any, names: tuple[str, ...], own: Mapping[str, _Projection], joined: Any, at: Groups
+) -> nn.Module:
     group = at.collection.tp
     if len(names) == 1:
         return _ByColumns(own, joined, group)
@@ -203,16 +205,18 @@ def _beside(config: Any, names: tuple[str, ...], own: Mapping[str, _Projection],
     return _ByRows(own, dict.fromkeys(names, len(joined.weight) // len(names)), 1, joined, group)
 
 
-def _plus(joined: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-    """A hook of a linear layer: adds what its adapter makes of the same input."""
+def _add_adapter_output(joined: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    """Add the adapter's output for the same input; a hook of a linear layer."""
     found, bias = output
     return found + joined.adapter(inputs[0]), bias
 
 
-def _differentiable(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    """A hook of a frozen embedding: Megatron differentiates each stage, and layers that are computed again.
+def _require_gradient(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    """Let the output of a frozen embedding require a gradient; a hook.
 
-    What no gradient reaches it cannot, as where a stage has no adapter.
+    Megatron differentiates each stage, and layers that it computes again.
+
+    It cannot differentiate a stage that no gradient reaches, as where a stage has no adapter.
     """
     return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
 
@@ -221,8 +225,8 @@ def _projections(stages: Iterable[nn.Module]) -> Iterator[_Projection]:
     return (part for stage in stages for part in stage.modules() if isinstance(part, _Projection))
 
 
-def merged(pieces: Iterable[Piece], stages: Iterable[nn.Module]) -> Iterator[Piece]:
-    """Pieces of weights with adapters added in; adapters themselves are left out.
+def merge_adapters(pieces: Iterable[Piece], stages: Iterable[nn.Module]) -> Iterator[Piece]:
+    """Yield pieces of weights with adapters added; leave the adapters themselves out.
 
     Args:
         pieces: that this process has.
@@ -231,7 +235,7 @@ def merged(pieces: Iterable[Piece], stages: Iterable[nn.Module]) -> Iterator[Pie
     own = {f"{each.name}.weight": each for each in _projections(stages)}
     for some in pieces:
         if some.name in own:
-            total = some.tensor + own[some.name].added(some.index)
+            total = some.tensor + own[some.name].compute_delta(some.index)
             yield attrs.evolve(some, tensor=total.to(some.tensor.dtype))
         elif ".lora_" not in some.name:
             yield some
@@ -245,7 +249,7 @@ def clear(stages: Iterable[nn.Module]) -> None:
 
 
 def signature(stages: Sequence[Any], skeleton: nn.Module, at: Groups) -> dict[str, float]:
-    """As `nrl.backends.models.lora.signature`, of the stages of all processes; a collective.
+    """Compute `nrl.backends.models.lora.signature` of the stages of all processes; a collective.
 
     Args:
         stages: of this process.
@@ -256,14 +260,14 @@ def signature(stages: Sequence[Any], skeleton: nn.Module, at: Groups) -> dict[st
     for sums in at.peers.gather(_sums(stages, at)):
         for name, value in sums.items():
             total[name] = total.get(name, 0.0) + value
-    parts = weight_layout.parts(skeleton)
-    base = [name for name, _ in named_tensors(skeleton) if not lora.trained(name)]
+    parts = weight_layout.find_parts(skeleton)
+    base = [name for name, _ in named_tensors(skeleton) if not lora.is_trained(name)]
     in_files = {name: [part.name for part in parts.get(name, ())] or [name] for name in base}
     return {name: sum(total[part] for part in names) for name, names in in_files.items()} | lora.scales(skeleton)
 
 
 def _sums(stages: Sequence[Any], at: Groups) -> dict[str, float]:
-    """The sums of what this process, and no process before it, has of the base; it does not change in training."""
+    """Sum up the pieces of the base that this process, and no process before it, has; the base is never trained."""
     writes = {
         f"{i} {name}": x._version
         for i, stage in enumerate(stages)
@@ -273,8 +277,8 @@ def _sums(stages: Sequence[Any], at: Groups) -> dict[str, float]:
     seen, sums = _SUMS.get(stages[0], ({}, {}))
     if writes != seen:
         sums = {}
-        for some in spoken(stages, at):
-            if not lora.trained(some.name):
+        for some in owned_shards(stages, at):
+            if not lora.is_trained(some.name):
                 value = float(some.tensor.sum(dtype=torch.float64))
                 sums[some.name] = sums.get(some.name, 0.0) + value
         _SUMS[stages[0]] = writes, sums

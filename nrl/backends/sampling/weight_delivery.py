@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nrl.backends.sampling.base import capabilities
-from nrl.backends.sampling.replica import Seat
+from nrl.backends.sampling.replica import EngineReplica
 from nrl.backends.training.states import Params
 from nrl.backends.types import Bucket, Completion, Sampling, top_k
 from nrl.batch import Batch
@@ -21,7 +21,7 @@ from nrl.runtime.mesh.placement import Mesh
 __all__ = ["Weights", "give", "say"]
 
 _LENGTH = 40  # tokens of a prompt that fills a block of cached keys and values
-_PLACES = 4  # in which it is cut off
+_PLACES = 4  # places where the prompt is cut off
 _K = 8  # the trainer's most probable tokens, among which an engine's is
 
 
@@ -37,14 +37,14 @@ class Weights:
 
     params: Params
     sampler: Any
-    given: Params = attrs.field(default=attrs.Factory(lambda self: self.params, takes_self=True))
+    sent_params: Params = attrs.field(default=attrs.Factory(lambda self: self.params, takes_self=True))
     _expected: list[dict[str, Future[Tensor]]] = attrs.field(factory=list, init=False)
 
     def __iter__(self) -> Iterator[Future[Bucket]]:
-        return self.given.buckets("publish", dtype=capabilities(self.sampler).dtype)
+        return self.sent_params.buckets("publish", dtype=capabilities(self.sampler).dtype)
 
     def to(self, meshes: Sequence[Mesh]) -> Iterator[Bucket | Future[Bucket]]:
-        """The same buckets, by the best way to these meshes; see `nrl.runtime.transfer`.
+        """Yield the same buckets, by the best way to these meshes; see `nrl.runtime.transfer`.
 
         The trainer computes what `check` compares with: now, where the engines are on its devices, since a turn of it
         makes them rest, and they may not while they load; or else after the last bucket, while engines load. Where
@@ -58,18 +58,18 @@ class Weights:
         return self._buckets(meshes, checked)
 
     def _buckets(self, meshes: Sequence[Mesh], checked: bool) -> Iterator[Bucket | Future[Bucket]]:
-        yield from self.given.buckets("publish", meshes, capabilities(self.sampler).dtype)
+        yield from self.sent_params.buckets("publish", meshes, capabilities(self.sampler).dtype)
         if checked:
             self._expect()
 
     def _expect(self) -> dict[str, Future[Tensor]]:
-        """The trainer's most probable tokens and their log-probabilities ``[1, T, k]``; asked for once."""
+        """Return the trainer's most probable tokens and their log-probabilities ``[1, T, k]``, computed once."""
         if not self._expected:
             self._expected.append(self._forward([]))
         return self._expected[0]
 
     def _forward(self, routes: Sequence[Tensor]) -> dict[str, Future[Tensor]]:
-        """The same, in as many rows as there are engines with routes, which are replayed as in a step."""
+        """Compute the same, in a row for each engine with routes, which are replayed as in a step."""
         prompt = _prompt(self.sampler)
         ids = torch.tensor([[*prompt, 0]] * max(1, len(routes)))
         columns = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -100,7 +100,9 @@ class Weights:
         places = [*range(max(1, len(prompt) - _PLACES + 1), len(prompt) + 1)]
         one = Sampling(temperature=0, max_new_tokens=1)
         asked = [complete(prompt[:place], one) for place in places]
-        engines = [*zip(*(each.result() for each in asked), strict=False)]  # one that dies meanwhile is checked later
+        engines = [
+            *zip(*(each.result() for each in asked), strict=False)
+        ]  # An engine that dies meanwhile is checked later.
         routes = [row[-1].routes for row in engines if row[-1].routes is not None]
         expected = self._forward(routes) if routes else self._expect()
         ids, logprobs = (expected[name].result()[:, places] for name in ("top_k_ids", "top_k_logprobs"))
@@ -116,8 +118,8 @@ class Weights:
                 raise WeightMismatch(
                     f"publish: with the weights of version {version}, engine {number} of {len(engines)} that were "
                     f"asked (at version {row[0].version}) gives the tokens {tokens.tolist()} after the first {places} "
-                    f"of a prompt the log-probabilities {_rounded(found)}, and the trainer at most "
-                    f"{_rounded(trainers)}: they are {apart:.2g} nats apart, and {tolerance:g} may be rounding. The "
+                    f"of a prompt the log-probabilities {_round_all(found)}, and the trainer at most "
+                    f"{_round_all(trainers)}: they are {apart:.2g} nats apart, and {tolerance:g} may be rounding. The "
                     "engine holds other weights, or keys and values that were computed with older ones; what it "
                     "samples cannot be trained on"
                 )
@@ -128,11 +130,13 @@ def _prompt(sampler: Any) -> list[int]:
     return [(31 * place + 7) % len(sampler.tokenizer) for place in range(length)]
 
 
-def _rounded(x: Tensor) -> list[float]:
+def _round_all(x: Tensor) -> list[float]:
     return [round(value, 4) for value in x.tolist()]
 
 
-def give(seats: Sequence[Seat], weights: Iterable[Bucket | Future[Bucket]], version: int) -> dict[Seat, Exception]:
+def give(
+    seats: Sequence[EngineReplica], weights: Iterable[Bucket | Future[Bucket]], version: int
+) -> dict[EngineReplica, Exception]:
     """Give engines new weights, by the best way to them; where that fails, by value.
 
     Args:
@@ -152,23 +156,25 @@ def give(seats: Sequence[Seat], weights: Iterable[Bucket | Future[Bucket]], vers
             return _give(seats, weights.to([seat.mesh for seat in seats]), version)
         except CorruptedTransfer:
             raise
-        except TransferError as error:  # as when a receiver of a broadcast dies, since all wait for it
+        except TransferError as error:  # All receivers of a broadcast wait for one that died.
             say(f"publish: the weights go by value now, which is slower: {error}")
     return _give(seats, weights, version)
 
 
-def _give(seats: Sequence[Seat], buckets: Iterable[Bucket | Future[Bucket]], version: int) -> dict[Seat, Exception]:
-    dead: dict[Seat, Exception] = {}
+def _give(
+    seats: Sequence[EngineReplica], buckets: Iterable[Bucket | Future[Bucket]], version: int
+) -> dict[EngineReplica, Exception]:
+    dead: dict[EngineReplica, Exception] = {}
     refused: list[Exception] = []
 
-    def note(seat: Seat, error: Exception, given: Any) -> None:
+    def note(seat: EngineReplica, error: Exception, given: Any) -> None:
         its_own = not (isinstance(given, Coming) and given.failure() is error)  # else it is the trainer mesh's error
-        if its_own and (death := seat.death(error)) is not None:
+        if its_own and (death := seat.describe_death(error)) is not None:
             dead[seat] = death
         else:
             refused.append(error)
 
-    def ask(step: Literal["begin", "add", "end"], given: Any = None) -> list[tuple[Seat, Future[Any], Any]]:
+    def ask(step: Literal["begin", "add", "end"], given: Any = None) -> list[tuple[EngineReplica, Future[Any], Any]]:
         """Call a step in all seats, without waiting for any."""
         called = []
         for seat in [seat for seat in seats if seat not in dead]:
@@ -178,7 +184,7 @@ def _give(seats: Sequence[Seat], buckets: Iterable[Bucket | Future[Bucket]], ver
                 note(seat, error, given)
         return called
 
-    def wait(called: list[tuple[Seat, Future[Any], Any]]) -> None:
+    def wait(called: list[tuple[EngineReplica, Future[Any], Any]]) -> None:
         for seat, reply, given in called:
             try:
                 reply.result()
@@ -188,7 +194,7 @@ def _give(seats: Sequence[Seat], buckets: Iterable[Bucket | Future[Bucket]], ver
             raise refused[0]
 
     wait(ask("begin"))
-    loading = list[tuple[Seat, Future[Any], Any]]()
+    loading = list[tuple[EngineReplica, Future[Any], Any]]()
     try:
         for bucket in buckets:  # the trainer reads the next one while engines load this one
             before, loading = loading, ask("add", on_its_way(bucket))

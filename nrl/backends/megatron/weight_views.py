@@ -13,10 +13,10 @@ from torch import Tensor
 
 from nrl.backends.megatron.groups import Groups, is_expert
 from nrl.backends.models.named_weights import SCORE
-from nrl.backends.models.shards import whole
+from nrl.backends.models.shards import full_shard
 from nrl.backends.types import Piece
 
-__all__ = ["joined", "own", "spoken"]
+__all__ = ["local_shards", "merge_adjacent", "owned_shards"]
 
 _EMBEDDING = "model.embed_tokens.weight"
 _NORMS = {
@@ -31,8 +31,8 @@ _BY_COLUMNS = {
 }
 
 
-def own(stages: Iterable[Any], at: Groups) -> Iterator[tuple[Tensor, Piece, bool]]:
-    """The pieces that this process has of the weights of stages.
+def local_shards(stages: Iterable[Any], at: Groups) -> Iterator[tuple[Tensor, Piece, bool]]:
+    """Yield this process's pieces of the weights of stages.
 
     Yields:
         A parameter, a piece that is a view of it, and whether no process before this one, of the same copy of the
@@ -46,16 +46,16 @@ def own(stages: Iterable[Any], at: Groups) -> Iterator[tuple[Tensor, Piece, bool
                 yield parameter, piece, is_expert(parameter) or not again
 
 
-def spoken(stages: Iterable[Any], at: Groups) -> Iterator[Piece]:
-    """The pieces that no process before this one has."""
-    return (piece for parameter, piece, first in own(stages, at) if first and at.first_copy(parameter))
+def owned_shards(stages: Iterable[Any], at: Groups) -> Iterator[Piece]:
+    """Yield the pieces that no earlier process has."""
+    return (piece for parameter, piece, first in local_shards(stages, at) if first and at.first_copy(parameter))
 
 
 def _views(module: Any, name: str, values: Tensor, rank: int, size: int) -> Iterator[Piece]:
-    """The pieces of a parameter, or of what is like it, such as a moment of its optimizer.
+    """Yield the pieces of a parameter, or of a tensor like it, such as a moment of its optimizer.
 
     Args:
-        module: a stage of a model (`nrl.backends.megatron.layers.PackedGPT`).
+        module: a stage of a model (`nrl.backends.megatron.packed_layers.PackedGPT`).
         name: of the parameter there.
         values: of its shape, of which pieces are views.
         rank: of this process along tp.
@@ -75,18 +75,18 @@ def _views(module: Any, name: str, values: Tensor, rank: int, size: int) -> Iter
     elif name == "embedding.word_embeddings.weight":
         yield from _words(_EMBEDDING, module, values, rank)
     elif name.startswith("output_layer.") and isinstance(module.output_layer, torch.nn.Linear):
-        yield whole(f"{SCORE}.{name.rsplit('.', 1)[1]}", values)
+        yield full_shard(f"{SCORE}.{name.rsplit('.', 1)[1]}", values)
     elif name == "output_layer.weight":
         tied = module.share_embeddings_and_output_weights
         yield from _words(_EMBEDDING if tied else "lm_head.weight", module, values, rank)
     elif name == "decoder.final_layernorm.weight":
-        yield whole("model.norm.weight", values)
+        yield full_shard("model.norm.weight", values)
     else:
         raise KeyError(name)
 
 
-def joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Pieces of the same weight that follow each other in it, as one, which is a copy."""
+def merge_adjacent(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Join pieces that follow each other in a weight into one piece, which is a copy."""
     for name, group in groupby(pieces, lambda piece: piece.name):
         some = list(group)
         if len(some) == 1:
@@ -98,22 +98,22 @@ def joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
 
 
 def _of_experts(names: Any, prefix: str, name: str, values: Tensor, numbers: Sequence[int]) -> Iterator[Piece]:
-    """Of the router, or of an expert, which is whole; ``numbers`` are those of the experts in this process."""
+    """Yield the pieces of a router or of a whole expert; ``numbers`` are those of the experts in this process."""
     if name == "mlp.router.weight":
-        yield whole(prefix + names.router, values)
+        yield full_shard(prefix + names.router, values)
         return
     _, _, _, number, kind = name.removesuffix(".weight").split(".")
     expert = numbers[int(number)]
     if kind == "linear_fc2":
-        yield whole(prefix + names.down.format(expert), values)
+        yield full_shard(prefix + names.down.format(expert), values)
     else:
         for which, part in zip((names.gate, names.up), values.chunk(2), strict=True):
-            yield whole(prefix + which.format(expert), part)
+            yield full_shard(prefix + which.format(expert), part)
 
 
 def _of_layer(config: Any, prefix: str, name: str, values: Tensor, rank: int, size: int) -> Iterator[Piece]:
     if name in _NORMS:
-        yield whole(prefix + _NORMS[name], values)
+        yield full_shard(prefix + _NORMS[name], values)
     elif name in _BY_COLUMNS:
         rows, columns = values.shape
         at = slice(0, rows), slice(rank * columns, (rank + 1) * columns)
@@ -128,7 +128,7 @@ def _of_layer(config: Any, prefix: str, name: str, values: Tensor, rank: int, si
 
 
 def _projections(config: Any, prefix: str, kind: str, values: Tensor, rank: int, size: int) -> Iterator[Piece]:
-    """Queries, keys and values: for each group of heads, its queries, its key and its value."""
+    """Yield queries, keys and values: for each group of heads its queries, its key and its value."""
     width, groups = config.kv_channels, config.num_query_groups // size
     queries = config.num_attention_heads // config.num_query_groups
     for which, first, heads in (("q", 0, queries), ("k", queries, 1), ("v", queries + 1, 1)):
@@ -140,7 +140,7 @@ def _projections(config: Any, prefix: str, kind: str, values: Tensor, rank: int,
 
 
 def _words(name: str, module: Any, values: Tensor, rank: int) -> Iterator[Piece]:
-    """Without the rows that fill the vocabulary up."""
+    """Yield the piece of a table of words, without the rows that fill the vocabulary up."""
     first = rank * len(values)
     known = max(0, min(len(values), module.words - first))
     yield _rows(name, values[:known], first, module.words)

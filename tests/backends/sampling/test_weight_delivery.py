@@ -14,7 +14,7 @@ from nrl import tiny
 from nrl.backends import Model, Params, Sampling, adamw, fsdp, hf
 from nrl.backends.hf.hf_engine import HfEngine
 from nrl.backends.sampling.pool import EnginePool
-from nrl.backends.sampling.weights import Weights, give
+from nrl.backends.sampling.weight_delivery import Weights, give
 from nrl.backends.training import weight_stream
 from nrl.backends.training.trainer import Trainer
 from nrl.errors import ModelError, WeightMismatch
@@ -130,7 +130,7 @@ def test_where_engines_are_on_its_devices_the_trainer_computes_before_it_sends(
     assert list(dict.fromkeys(story)) == order
     assert story.count("forward") == 1
     given: Any = sampler._weights
-    give(sampler._seats, given, 2)
+    give(sampler._replicas, given, 2)
     assert story.count("forward") == 1
 
 
