@@ -174,7 +174,7 @@ def measure(ranks: int, rows: int, tokens: int, width: int, requests: int, steps
                 counted = count(batch)
                 with clock("results"):
                     counted.result()
-                for seat in sampler._seats:
+                for seat in sampler._replicas:
                     seat.waiting = [[]]
                 sampler.stream(prompts, range(requests))
             found.append(dict(clock.seconds) | {"whole": sum(clock.seconds.values())})

@@ -26,7 +26,7 @@ The sampler may stop decoding those; its completions of them are not read.
 
 
 class WeightReceiver(Protocol):
-    """A receiver of weights, some pieces at a time, such as `nrl.backends.models.shards.ShardLoader` is one."""
+    """A receiver of weights, a bucket at a time, for example `nrl.backends.models.shards.ShardLoader`."""
 
     def add(self, bucket: Bucket) -> None:
         """Take some pieces; other processes may have the remaining pieces of the same weights.
@@ -52,12 +52,12 @@ class TrainEngine[S, M](Protocol):
     with rows of their own and otherwise the same arguments; an engine talks to its peers through `nrl.process`. All
     processes return the same metrics. Both loops over micro-batches are the engine's own (under pipeline parallelism
     the schedule owns them). Micro-batches are padded batches of whole rows, and the loss sees outputs ``[*b, T]`` like
-    them. Reading them makes them, which may raise in one process alone: then the engine lets its peers know.
+    them. Reading makes them, and may raise in one process alone: then the engine lets its peers know.
     """
 
     @property
     def provides(self) -> frozenset[str]:
-        """The kinds of outputs that it computes (`nrl.algos.output_kind`), such as ``logprobs``.
+        """The kinds of outputs of the engine (`nrl.algos.output_kind`), such as ``logprobs``.
 
         An engine that provides ``logits``, ``from_logits`` or ``hidden_states`` has ``widths``, too: the size of the
         vocabulary by ``"logits"``, and of hidden states by ``"hidden_states"``.
@@ -74,7 +74,7 @@ class TrainEngine[S, M](Protocol):
         ...
 
     def receive(self, state: S) -> WeightReceiver:
-        """Replace the weights of a fresh train state: those of its adapter alone, if such come, or else all.
+        """Replace the weights of a fresh train state: the adapter alone, if an adapter comes, or else all weights.
 
         They may be of a model with another head.
         """
@@ -114,7 +114,7 @@ class TrainEngine[S, M](Protocol):
         computes what rows have in common once adds ``tokens/computed`` and ``tokens/saved``
         (`nrl.backends.training.loss.step_sums.StepSums.reduce_all`).
 
-        It either steps once, or raises and leaves the state as it was.
+        It either steps once, or raises and leaves the state unchanged.
 
         Raises:
             WeightError: the weights of the real calls do not add up to ``weights``.
@@ -126,8 +126,8 @@ class TrainEngine[S, M](Protocol):
 
         Adapters are added to the weights, if ``params`` are not an `adapter` alone. Together the pieces of all
         processes are every number of every weight once, tied weights once: of copies, one process yields its own. All
-        processes iterate together. Those that have pieces of the same weights yield them in the same order; a process
-        that has nothing of such a weight may yield an empty piece, so that it keeps step.
+        processes iterate together. Processes with pieces of the same weights yield them in the same order; a process
+        without a piece of a weight may yield an empty piece to keep step.
         """
         ...
 
@@ -168,8 +168,7 @@ class Request(NamedTuple):
         prompt: token ids; and media, if the engine takes them.
         seed: of its noise.
         sampling: how its tokens are drawn.
-        cancellable: it may be cancelled while it is decoded, so that an engine that decodes requests to their end
-            returns every second.
+        cancellable: the request may be cancelled while decoded, so an engine of whole batches returns every second.
     """
 
     number: int
@@ -184,9 +183,9 @@ class Decoded(NamedTuple):
 
     Args:
         token_ids: ``[L]`` int64, the sampled tokens, with the stop token if one was sampled.
-        logprobs: ``[L]`` float32, nats, of each under the distribution that it was drawn from.
-        truncated: a length limit ended it, and not a stop token.
-        versions: ``[L]`` int64, of the weights that drew each token; None: of the current ones.
+        logprobs: ``[L]`` float32, nats, under the sampling distribution.
+        truncated: a length limit ended it instead of a stop token.
+        versions: ``[L]`` int64, of the weights of each token; None: the current version.
         routes: as `nrl.backends.types.Completion` has them.
     """
 
@@ -200,8 +199,8 @@ class Decoded(NamedTuple):
 class SampleEngine(Protocol):
     """The engine that the author of a sampler writes; it samples in one process.
 
-    It may satisfy `nrl.runtime.mesh.offload.Rests`, too. And it may have ``matrices``, the one dtype that it
-    keeps all weights of more than one dimension in: then they come in that dtype.
+    It may satisfy `nrl.runtime.mesh.offload.Rests`, too. And it may have ``matrices``, the common dtype of all its
+    weights of more than one dimension: then these come in this dtype.
 
     `nrl.backends.sampling.pool.EnginePool` makes a sampler of such engines; `nrl.backends.hf.hf_engine` and
     `nrl.backends.vllm.vllm_engine` hold two of them.
@@ -220,18 +219,18 @@ class SampleEngine(Protocol):
     def advance(
         self, requests: Sequence[Request], cancelled: Sequence[int]
     ) -> Sequence[tuple[int, Decoded | Exception]]:
-        """Take on requests, forget others, and decode: for a moment, or until all requests are finished.
+        """Take on requests, forget cancelled ones, and decode: for a moment, or until all requests are finished.
 
-        It is called again and again while requests are unfinished. So an engine that can take on requests while it
-        decodes returns every few steps, and any other when all are finished; while some of them are ``cancellable``,
-        after a second. The noise of a row depends on its seed alone.
+        The pool calls it again and again while requests are unfinished. An engine that can take on requests while
+        decoding returns every few steps, and any other engine when all are finished, or after a second while some are
+        ``cancellable``. The noise of a row depends on its seed alone.
 
         Args:
             requests: new ones, which `nrl.backends.sampling.validation.check_prompts` has accepted.
-            cancelled: numbers of earlier requests that nobody waits for any more; some may be finished already.
+            cancelled: numbers of earlier requests without a waiting caller; they may be finished already.
 
         Returns:
-            For each finished request, its number and the answer, or the error for which it has none.
+            The number of each finished request, and its answer or error.
         """
         ...
 

@@ -43,30 +43,30 @@ def trainer(
 
     Args:
         place: a mesh, or slots, which become a mesh with all of them along dp.
-        model: what to train: its weights, or its adapter if it has ``lora``. Under ``dtype="bfloat16"`` weights and
-            moments stay in float32 and it computes in bfloat16.
+        model: its weights are trained, or its adapter if it has ``lora``. Under ``dtype="bfloat16"`` weights and
+            moments stay in float32, and the computation is in bfloat16.
         optimizer: `adamw`, `sgd`, `muon` or one's `own`, with its schedule, clipping and groups.
         max_tokens: bound on the tokens of a micro-batch, padding counted; a longer row is an error.
-        packing: how rows are laid out flat: as `nrl.Rectangles`, or as `nrl.Sequences`, which have no padding at all,
-            and which a GPU takes in bfloat16 whichever is asked for; None: the model's own padded forward.
-        checkpointing: recompute activations in the backward pass, layer by layer, which saves memory: all of a layer
-            but its input; or ``"selective"``: all but its input, its attention and its narrow products.
+        packing: the flat layout of rows: `nrl.Rectangles`, or `nrl.Sequences`, without padding, which a GPU always
+            uses in bfloat16; None: the model's own padded forward.
+        checkpointing: recompute activations in the backward pass, layer by layer, to save memory: all of a layer but
+            its input; or ``"selective"``: all but its input, its attention and its narrow products.
         compile: compile the layers with ``torch.compile``; the first step takes longer.
         offload: ``"cpu"``: keep parameters, gradients and moments on the host, where the optimizer then steps; each
             layer goes to the device when it computes. See docs/memory.md.
-        deterministic: let torch take kernels that give the same bits each time, in each process of the mesh, and refuse
-            operations that have none; slower. On the local cluster that is this process. See docs/determinism.md.
+        deterministic: let torch use deterministic kernels, in each process of the mesh, and refuse operations without
+            one; slower. On the local cluster this sets the mode of this process. See docs/determinism.md.
         device: ``"cpu"``, ``"cuda"``; None: a GPU if there is one.
-        layout: of the mesh that slots become; on processes dp is all that this backend knows.
+        layout: of the mesh made of slots; this backend has the axis dp alone.
 
     Returns:
         A `Trainer`.
 
     Raises:
-        ModelError: the model cannot be loaded, or computes something that packed rows cannot (on ``init`` or ``load``);
-            or a group of the optimizer fits no weight, or one's own optimizer cannot be used (on ``init``).
+        ModelError: the model cannot be loaded, or needs a computation that packed rows do not have (on ``init`` or
+            ``load``); or a group of the optimizer fits no weight, or one's own optimizer is unusable (on ``init``).
         PlacementError: the slots cannot make the mesh, or its layout has other axes than dp.
-        ConfigError: the environment sets CUBLAS_WORKSPACE_CONFIG to what is not deterministic.
+        ConfigError: the environment sets CUBLAS_WORKSPACE_CONFIG to a value that is not deterministic.
 
     >>> import nrl
     >>> from nrl import tiny

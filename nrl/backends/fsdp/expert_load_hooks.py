@@ -17,7 +17,7 @@ __all__ = ["ExpertLoads", "count_loads"]
 
 
 class ExpertLoads:
-    """Counts, by router, what it chooses for the tokens of the micro-batch that is under way; nothing waits for it."""
+    """Counts of the choices of each router for the tokens of the current micro-batch; nothing waits for them."""
 
     def __init__(self) -> None:
         self.reads: Tensor | None = None
@@ -30,8 +30,8 @@ class ExpertLoads:
             return
         logits, _, chosen = outputs
         load = self._found.setdefault(name, logits.new_zeros(logits.shape[-1], dtype=torch.float32))
-        each = self.reads.to(torch.float32)[:, None].expand(chosen.shape)
-        load.index_add_(0, chosen.flatten(), each.flatten())
+        reads = self.reads.to(torch.float32)[:, None].expand(chosen.shape)
+        load.index_add_(0, chosen.flatten(), reads.flatten())
 
     def clear(self) -> None:
         """Count from zero."""
@@ -41,8 +41,8 @@ class ExpertLoads:
         """The balance of all processes; a collective, if the model has experts."""
         if not self._found:
             return {}
-        each = peers.gather(torch.stack(list(self._found.values())).cpu())
-        return balance(torch.stack(each).sum(0))
+        gathered = peers.gather(torch.stack(list(self._found.values())).cpu())
+        return balance(torch.stack(gathered).sum(0))
 
 
 @contextmanager

@@ -72,8 +72,8 @@ def build_optimizer(spec: Optimizer, module: nn.Module) -> TorchOptimizer:
         case "sgd":
             return torch.optim.SGD(for_other, lr=spec.lr, momentum=spec.momentum or 0.0, nesterov=bool(spec.nesterov))
         case "muon" if for_muon:
-            several: list[torch.optim.Optimizer] = [_make_muon(spec, for_muon, module)]
-            return OptimizerGroup(*several, *([_make_adamw(spec, for_other)] if for_other else []))
+            optimizers: list[torch.optim.Optimizer] = [_make_muon(spec, for_muon, module)]
+            return OptimizerGroup(*optimizers, *([_make_adamw(spec, for_other)] if for_other else []))
     return _make_adamw(spec, for_other)
 
 
@@ -95,19 +95,19 @@ def _rank(groups: list[dict[str, Any]]) -> int:
 
 
 def _make_muon(spec: Optimizer, groups: list[dict[str, Any]], module: nn.Module) -> Muon:
-    given = {"momentum": spec.momentum, "nesterov": spec.nesterov, "scale": spec.scale, "precision": spec.precision}
-    options: Any = {name: value for name, value in given.items() if value is not None}
+    fields = {"momentum": spec.momentum, "nesterov": spec.nesterov, "scale": spec.scale, "precision": spec.precision}
+    options: Any = {name: value for name, value in fields.items() if value is not None}
     names = {id(p): name for name, p in _name_parameters(module).items()}
     return Muon(groups, spec.lr, matrices=partial(_split_matrices, names, sharding.find_parts(module)), **options)
 
 
 def _split_matrices(
-    names: Mapping[int, str], found: weight_layout.Parts, parameter: Tensor, tensor: Tensor
+    names: Mapping[int, str], parts: weight_layout.Parts, parameter: Tensor, tensor: Tensor
 ) -> list[Tensor]:
     """Return the matrices of files in a tensor that is like a parameter."""
     return [
         piece.tensor
-        for piece in weight_layout.split_for_files([sharding.local_shard(names[id(parameter)], tensor)], found)
+        for piece in weight_layout.split_for_files([sharding.local_shard(names[id(parameter)], tensor)], parts)
     ]
 
 
@@ -127,14 +127,14 @@ def _split_groups(
     spec: Optimizer, trained: Mapping[str, nn.Parameter], outside: Callable[[str, nn.Parameter], bool]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Split the trained parameters into groups for Muon and groups for another optimizer."""
-    found: tuple[dict[Any, list[nn.Parameter]], ...] = {}, {}
+    grouped: tuple[dict[Any, list[nn.Parameter]], ...] = {}, {}
     for name, parameter in trained.items():
         group = next((group for group in spec.groups if fnmatchcase(name, group.names)), Group("*"))
         decay = group.weight_decay
         if decay is None and spec.kind != "own":
             decay = spec.weight_decay if parameter.ndim > 1 else 0.0
         for_muon = spec.kind == "muon" and group.muon and _is_matrix(parameter.shape) and not outside(name, parameter)
-        found[0 if for_muon else 1].setdefault((group.factor, decay), []).append(parameter)
+        grouped[0 if for_muon else 1].setdefault((group.factor, decay), []).append(parameter)
     keep = _KEEPS["muon"], _KEEPS["adamw" if spec.kind == "muon" else spec.kind]
     muon, other = (
         [
@@ -142,7 +142,7 @@ def _split_groups(
             | ({} if decay is None else {"weight_decay": decay})
             for (factor, decay), parameters in groups.items()
         ]
-        for groups, keeps in zip(found, keep, strict=True)
+        for groups, keeps in zip(grouped, keep, strict=True)
     )
     return muon, other
 
@@ -195,8 +195,8 @@ def _try(make: Callable[[Any], Any]) -> None:
     for key, x in optimizer.state[parameter].items():
         tensor = isinstance(x, Tensor) and tuple(x.shape) in ((), (2, 3))
         if not (tensor or x is None or isinstance(x, bool | int | float)) or "." in key:
-            what = f"a tensor of shape {list(x.shape)}" if isinstance(x, Tensor) else f"of type {type(x).__name__}"
+            kind = f"a tensor of shape {list(x.shape)}" if isinstance(x, Tensor) else f"of type {type(x).__name__}"
             raise ModelError(
-                f"own: {name} keeps '{key}', {what}, of a parameter of shape [2, 3]; a checkpoint has tensors of the "
+                f"own: {name} keeps '{key}', {kind}, of a parameter of shape [2, 3]; a checkpoint has tensors of the "
                 "parameter's shape, and numbers, by names without dots"
             )

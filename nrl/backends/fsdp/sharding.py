@@ -64,7 +64,7 @@ class ShardPlacement:
     Args:
         device: computes, and holds parameters and buffers.
         dtype: of gathered parameters; None: their own.
-        offload: keep parameters and gradients on the host, from which each layer comes when it computes.
+        offload: keep parameters and gradients on the host; each layer goes to the device when it computes.
     """
 
     device: torch.device
@@ -116,21 +116,21 @@ def single_process_mesh(device: torch.device) -> DeviceMesh:
 
 
 def fill_parameters(
-    made: nn.Module, unread: LazyModel, far: Callable[[int, int], None] = lambda done, count: None
+    module: nn.Module, unread: LazyModel, progress: Callable[[int, int], None] = lambda done, count: None
 ) -> None:
     """Fill this process's part of a model from `make_empty`; each process does so by itself.
 
-    Meanwhile it holds, beside its part, what it reads of one weight of files, or one weight that is drawn.
+    Meanwhile it holds, beside its part, a block of one weight of files, or one random weight.
 
     Args:
-        made: the model.
-        unread: what it was made of.
-        far: told how many parameters of how many are filled.
+        module: the model.
+        unread: the lazy model of its weights.
+        progress: told how many parameters of how many are filled.
     """
-    values, parameters = dict(unread.module.named_parameters()), dict(made.named_parameters())
+    values, parameters = dict(unread.module.named_parameters()), dict(module.named_parameters())
     with torch.no_grad():
         for done, (name, parameter) in enumerate(parameters.items()):
-            far(done, len(parameters))
+            progress(done, len(parameters))
             mine = local_shard(weight_name(name), parameter)
             if values[name].is_meta:
                 unread.fill(mine)
@@ -141,8 +141,8 @@ def fill_parameters(
 def scatter(
     module: nn.Module | None,
     read: Callable[[str], Tensor],
-    held: DeferredError,
-    home: ShardPlacement,
+    deferred: DeferredError,
+    placement: ShardPlacement,
 ) -> nn.Module:
     """Shard a model that the first process alone holds, or reads; a collective.
 
@@ -152,38 +152,38 @@ def scatter(
         module: a Hugging Face model on the CPU; None in all processes but the first.
         read: in the first process, reads a parameter that takes no memory (of the device ``meta``), by its name in
             files.
-        held: of more than one process; an error of ``read`` is held back there, and the model is then of no use.
-        home: of the parts.
+        deferred: of more than one process; an error of ``read`` is held back there, and the model is then of no use.
+        placement: of the parts.
     """
-    peers = held.peers
+    peers = deferred.peers
     skeleton = peers.broadcast(
         None if module is None else _copy_with_parameters(module, lambda x: torch.empty_like(x, device="meta"))
     )
-    made = make_empty(skeleton, peers, home)
+    sharded = make_empty(skeleton, peers, placement)
     values = dict(module.named_parameters()) if module is not None else {}
     with torch.no_grad():
-        for name, parameter in made.named_parameters():
+        for name, parameter in sharded.named_parameters():
             assert isinstance(parameter, DTensor)
             value = values.get(name, torch.empty(parameter.shape, dtype=parameter.dtype))
             if value.is_meta:
                 value = torch.zeros(value.shape, dtype=value.dtype)
-                with held.capture():
+                with deferred.capture():
                     value = read(weight_name(name)).to(parameter.dtype)
-            part = distribute_tensor(value.detach(), parameter.device_mesh, parameter.placements)  # from the first
+            part = distribute_tensor(value.detach(), parameter.device_mesh, parameter.placements)  # the first sends
             parameter.to_local().copy_(part.to_local())
-    return made
+    return sharded
 
 
-def copy_frozen(module: nn.Module, peers: ProcessGroup, home: ShardPlacement) -> nn.Module:
+def copy_frozen(module: nn.Module, peers: ProcessGroup, placement: ShardPlacement) -> nn.Module:
     """Copy a sharded model and freeze the copy; no process ever holds more than its part."""
-    made = make_empty(_UNSHARDED[module], peers, home)
+    copied = make_empty(_UNSHARDED[module], peers, placement)
     with torch.no_grad():
-        for mine, other in zip(_states(made), _states(module), strict=True):
+        for mine, other in zip(_states(copied), _states(module), strict=True):
             _local(mine).copy_(_local(other))
-    return made.requires_grad_(False)
+    return copied.requires_grad_(False)
 
 
-def make_empty(skeleton: nn.Module, peers: ProcessGroup, home: ShardPlacement) -> nn.Module:
+def make_empty(skeleton: nn.Module, peers: ProcessGroup, placement: ShardPlacement) -> nn.Module:
     """Make this process's part of a model; its parameters are not initialised, its buffers have values.
 
     It is sharded layer by layer; embeddings and head, which are in no layer, are one more part. Gradients are sums over
@@ -191,28 +191,32 @@ def make_empty(skeleton: nn.Module, peers: ProcessGroup, home: ShardPlacement) -
 
     Args:
         skeleton: a Hugging Face model; it is copied, and values of its parameters are not.
-        peers: the processes; one that is alone holds all of it.
-        home: of the part that this process holds.
+        peers: the processes; a single process holds the full model.
+        placement: of the part that this process holds.
     """
     if peers.is_single:
-        return _copy_with_parameters(skeleton, lambda x: torch.empty_like(x, device=home.device)).to(home.device)
+        return _copy_with_parameters(skeleton, lambda x: torch.empty_like(x, device=placement.device)).to(
+            placement.device
+        )
     skeleton = _copy_with_parameters(skeleton, lambda x: torch.empty_like(x, device="meta"))
     module, mesh = copy.deepcopy(skeleton), peers.mesh
     policy = MixedPrecisionPolicy()
-    if home.dtype is not None:
-        policy = MixedPrecisionPolicy(param_dtype=home.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    place, where = OffloadPolicy(), home.device
-    if home.offload:  # pinned, so that copies need no wait
-        place, where = CPUOffloadPolicy(pin_memory=home.device.type == "cuda"), torch.device("cpu")
+    if placement.dtype is not None:
+        policy = MixedPrecisionPolicy(
+            param_dtype=placement.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+    offload, device = OffloadPolicy(), placement.device
+    if placement.offload:  # pinned, so that copies need no wait
+        offload, device = CPUOffloadPolicy(pin_memory=placement.device.type == "cuda"), torch.device("cpu")
     for layer in mixed_precision.layers(module):
-        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=place)
-    fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=place)
-    module._apply(lambda x: torch.empty_like(x, device=where) if x.is_meta else x)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    module._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x)
     for part in module.modules():
         if isinstance(part, FSDPModule):  # each part has settings of its own
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)  # gloo has no other
-            part.set_reduce_scatter_unused_params(True)  # so that all processes reduce the same
+            part.set_reduce_scatter_unused_params(True)  # All processes have to reduce the same parameters.
     # The head's weight is read outside of the head, so the root is gathered around the whole computation
     object.__setattr__(module, "nrl_run", MethodType(lambda self, compute: compute(), module))
     register_fsdp_forward_method(module, "nrl_run")
@@ -225,8 +229,8 @@ def run_gathered[T](module: Any, compute: Callable[[], T], dtype: torch.dtype | 
     if not isinstance(module, FSDPModule):
         with contextlib.nullcontext() if dtype is None else mixed_precision.cast_outside_layers(module, dtype):
             return compute()
-    found: T = module.nrl_run(compute)  # type: ignore[attr-defined]
-    return found
+    result: T = module.nrl_run(compute)  # type: ignore[attr-defined]
+    return result
 
 
 @contextlib.contextmanager
@@ -268,11 +272,13 @@ def local_shards(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, 
 
     A weight that has two names is one piece.
     """
-    made: dict[int, Piece] = {}
+    pieces: dict[int, Piece] = {}
     for name, tensor in tensors.items():
-        if id(tensor) not in made:
-            made[id(tensor)] = local_shard(name, tensor)
-    return weight_layout.map_to_files({name: made[id(tensor)] for name, tensor in tensors.items()}, find_parts(module))
+        if id(tensor) not in pieces:
+            pieces[id(tensor)] = local_shard(name, tensor)
+    return weight_layout.map_to_files(
+        {name: pieces[id(tensor)] for name, tensor in tensors.items()}, find_parts(module)
+    )
 
 
 def find_parts(module: nn.Module) -> weight_layout.Parts:
@@ -285,11 +291,11 @@ def find_parts(module: nn.Module) -> weight_layout.Parts:
 
 def owned_shard(peers: ProcessGroup, name: str, tensor: Tensor) -> Piece:
     """Return this process's part of a weight; empty, if another process owns the same."""
-    found, copy = local_shard(name, tensor), peers.rank > 0
+    shard, copy = local_shard(name, tensor), peers.rank > 0
     if isinstance(tensor, DTensor):
         places = zip(tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=True)
-        copy = any(at for placement, at in places if placement.is_replicate())
-    return shards.empty_shard(found) if copy else found
+        copy = any(coordinate for placement, coordinate in places if placement.is_replicate())
+    return shards.empty_shard(shard) if copy else shard
 
 
 def skeleton(module: nn.Module) -> nn.Module:

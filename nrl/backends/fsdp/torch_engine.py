@@ -70,7 +70,7 @@ class TorchEngine:
 
     With a ``mesh``, each of its processes makes an engine, and all processes call every method together, with
     micro-batches of their own (possibly none) and otherwise the same arguments. A mesh of one process changes nothing.
-    Weights come from ``source``: `lora.unread` reads a model's own, and `lora.unfilled` leaves them as they are.
+    Weights come from ``source``: `lora.build_lazy` reads a model's own, and `lora.build_without_weights` reads nothing.
 
     Raises:
         PlacementError: the mesh has no axis ``dp``, or is larger than 1 along another one.
@@ -94,8 +94,8 @@ class TorchEngine:
 
     def _find_axis(self) -> DeviceMesh | None:
         """Return the mesh of the processes that share a model; for offload, one process has a mesh, too."""
-        found = sharding.axis(self.mesh)
-        return sharding.single_process_mesh(self.device) if found is None and self.offload else found
+        axis = sharding.axis(self.mesh)
+        return sharding.single_process_mesh(self.device) if axis is None and self.offload else axis
 
     @property
     def provides(self) -> frozenset[str]:
@@ -161,26 +161,26 @@ class TorchEngine:
         """Compute outputs without gradients, on the CPU."""
         wake(params)
         params.eval()
-        asked = needs | {"top_k_ids", "top_k_logprobs"}
+        names = needs | {"top_k_ids", "top_k_logprobs"}
         parts, _ = even_out(self._peers, "forward", microbatches)
-        held, found = DeferredError(self._peers), list[Outputs | TensorDict]()
-        every = partial(output_mask, head=self.model.head)
-        wanted = every if self.model.head == "reward" else require_routes(every)
+        deferred, results = DeferredError(self._peers), list[Outputs | TensorDict]()
+        all_outputs = partial(output_mask, head=self.model.head)
+        select = all_outputs if self.model.head == "reward" else require_routes(all_outputs)
         large = not needs.isdisjoint(LARGE)
 
-        def fetched(batch: Batch, out: Outputs) -> TensorDict:
-            values = {key: out.scatter(x) for key, x in out.values.items() if key in asked}
+        def fetch(batch: Batch, out: Outputs) -> TensorDict:
+            values = {key: out.scatter(x) for key, x in out.values.items() if key in names}
             return TensorDict(values, batch_size=batch.batch_size).cpu()
 
         with torch.no_grad(), sharding.reset_after(params):
             for batch in parts:
-                work = copy_to_device(self._plan(params, batch, wanted, needs, held), self.device)
-                out = self._compute_outputs(params, work, needs, held)
+                work = copy_to_device(self._plan(params, batch, select, needs, deferred), self.device)
+                out = self._compute_outputs(params, work, needs, deferred)
                 # A device has room for large outputs of one micro-batch; others are fetched when all is computed
-                found.append(fetched(batch, out) if large and batch is not IDLE else out)
-            held.gather_or_raise("forward")
-        both = zip(parts, found, strict=True)
-        return [fetched(batch, out) if isinstance(out, Outputs) else out for batch, out in both if batch is not IDLE]
+                results.append(fetch(batch, out) if large and batch is not IDLE else out)
+            deferred.gather_or_raise("forward")
+        pairs = zip(parts, results, strict=True)
+        return [fetch(batch, out) if isinstance(out, Outputs) else out for batch, out in pairs if batch is not IDLE]
 
     def train(
         self, state: TorchState, loss: Loss, microbatches: Iterable[Batch], weights: Mapping[str, float]
@@ -205,22 +205,22 @@ class TorchEngine:
             metrics |= step_metrics(norm, rate) | loads.metrics(self._peers)
         return TorchState(module, optimizer, step + 1), metrics
 
-    def _clip_gradient(self, module: nn.Module, who: str, step: int) -> Tensor:
+    def _clip_gradient(self, module: nn.Module, caller: str, step: int) -> Tensor:
         """Clip the gradient, and return its norm before that."""
-        gradients, held = [p.grad for p in module.parameters() if p.grad is not None], DeferredError(self._peers)
-        with held.capture():
+        gradients, deferred = [p.grad for p in module.parameters() if p.grad is not None], DeferredError(self._peers)
+        with deferred.capture():
             if not gradients:
                 raise ModelError(
-                    f"{who}: no trained parameter has a gradient at optimizer step {step}; nothing was changed. This "
-                    f"happens where another version of torch discards gradients: found is torch {torch.__version__}; "
-                    "install one that nrl's own dependencies admit"
+                    f"{caller}: no trained parameter has a gradient at optimizer step {step}; nothing was changed. "
+                    f"This happens where another version of torch discards gradients: found is torch "
+                    f"{torch.__version__}; install one that nrl's own dependencies admit"
                 )
-        held.gather_or_raise(who)
+        deferred.gather_or_raise(caller)
         norm = sharding.gather_full(torch.nn.utils.get_total_norm(gradients))
-        found = norm.cpu()  # the one wait of a step, beside that for its sums
-        check_norm(who, found, step)
+        norm_on_host = norm.cpu()  # the one wait of a step, beside that for its sums
+        check_norm(caller, norm_on_host, step)
         torch.nn.utils.clip_grads_with_norm_(module.parameters(), self.optimizer.clip, norm)
-        return found
+        return norm_on_host
 
     def _compute_sums(
         self,
@@ -235,71 +235,79 @@ class TorchEngine:
         """Compute the sums over the micro-batches of all processes; None: the loss reads outputs that were skipped."""
         needs = needed(loss) | (self.provides & {"logprobs"})
         sums = StepSums(loss, name, weights, self.device, cost=cost(module))
-        held, works, read = DeferredError(self._peers), list[Plan](), 0
-        wanted = partial(read_mask, head=self.model.head, everywhere=everywhere)
+        deferred, plans, read = DeferredError(self._peers), list[Plan](), 0
+        select = partial(read_mask, head=self.model.head, everywhere=everywhere)
         for batch in microbatches:
-            works.append(self._plan(module, batch, wanted, needs, held))
-            real = batch is not IDLE and held.error is None
-            left_out = find_skipped(batch, wanted(batch), self.model.head) if real else None
-            moved = copy_to_device((works[-1], works[-1].reads, batch if real else None, left_out), self.device)
-            work, loads.reads, rows, left_out = moved
-            out = self._compute_outputs(module, work, needs, held)
+            plans.append(self._plan(module, batch, select, needs, deferred))
+            real = batch is not IDLE and deferred.error is None
+            left_out = find_skipped(batch, select(batch), self.model.head) if real else None
+            on_device = copy_to_device((plans[-1], plans[-1].reads, batch if real else None, left_out), self.device)
+            plan_on_device, loads.reads, rows, left_out = on_device
+            out = self._compute_outputs(module, plan_on_device, needs, deferred)
             gradients, read = None, read + len(out.source)
             if rows is not None and left_out is not None:
-                with held.capture():
+                with deferred.capture():
                     outputs = {key: out.scatter(values.detach()) for key, values in out.values.items()}
                     gradients = sums.add(outputs, rows, left_out)
             out.backward(gradients)
-        return sums.reduce_all(held, microbatches, works, read)
+        return sums.reduce_all(deferred, microbatches, plans, read)
 
     def _plan(
-        self, module: Any, batch: Batch, wanted: Callable[[Batch], Tensor], needs: frozenset[str], held: DeferredError
+        self,
+        module: Any,
+        batch: Batch,
+        select: Callable[[Batch], Tensor],
+        needs: frozenset[str],
+        deferred: DeferredError,
     ) -> Plan:
         words, always = module.get_input_embeddings().num_embeddings, not self._peers.is_single
-        with held.capture():
-            if held.error is None and batch is not IDLE:
+        with deferred.capture():
+            if deferred.error is None and batch is not IDLE:
                 routers = sizes(module) if "routes" in batch.keys() else None
                 return plan(
-                    batch, wanted(batch), self.packing, words=words, needs=needs, always=always, routers=routers
+                    batch, select(batch), self.packing, words=words, needs=needs, always=always, routers=routers
                 )
         nothing = torch.zeros_like(IDLE["input_ids"], dtype=torch.bool)  # after an error, computing more is in vain
         return plan(IDLE, nothing, self.packing, words=words, needs=self.provides & {"rewards"}, always=always)
 
-    def _compute_outputs(self, module: Any, work: Plan, needs: frozenset[str], held: DeferredError) -> Outputs:
-        return sharding.run_gathered(module, lambda: compute(module, work, needs, held.capture), self._compute_dtype)
+    def _compute_outputs(self, module: Any, work: Plan, needs: frozenset[str], deferred: DeferredError) -> Outputs:
+        return sharding.run_gathered(
+            module, lambda: compute(module, work, needs, deferred.capture), self._compute_dtype
+        )
 
     def _make(self, model: Model, frozen: bool = False, source: _Source | None = None) -> nn.Module:
         """Build a model with its weights, or from another source; each process reads its part if all see the same."""
-        who, held = "trainer.load" if frozen else "trainer.init", DeferredError(self._peers)
+        caller, deferred = "trainer.load" if frozen else "trainer.init", DeferredError(self._peers)
         master = torch.float64 if model.dtype == "float64" else torch.float32
-        first, unread, module = self._peers.rank == 0, None, None
-        with held.capture(), nullcontext() if first else suppress(Exception):  # what another lacks, the first one sends
-            unread = (source or self.source)(model, dtype=master)
-        with held.capture():
-            if first and held.error is None:
-                module = lora.build(model, dtype=master) if unread is None else unread.module
+        first, lazy, module = self._peers.rank == 0, None, None
+        # The first process sends what another one cannot read.
+        with deferred.capture(), nullcontext() if first else suppress(Exception):
+            lazy = (source or self.source)(model, dtype=master)
+        with deferred.capture():
+            if first and deferred.error is None:
+                module = lora.build(model, dtype=master) if lazy is None else lazy.module
                 self._probe(module)
-        if unread is not None and frozen:
-            unread.module.requires_grad_(False)
-        digests = held.gather_or_raise(who, None if unread is None else unread.compute_digest())
-        with waiting(f"loading the weights of {loading.display_name(model)}") as far:
-            if unread is not None and set(digests) == {digests[0]}:
-                made = sharding.make_empty(unread.module, self._peers, self._placement)
-                with held.capture():
-                    sharding.fill_parameters(made, unread, far)
+        if lazy is not None and frozen:
+            lazy.module.requires_grad_(False)
+        digests = deferred.gather_or_raise(caller, None if lazy is None else lazy.compute_digest())
+        with waiting(f"loading the weights of {loading.display_name(model)}") as progress:
+            if lazy is not None and set(digests) == {digests[0]}:
+                built = sharding.make_empty(lazy.module, self._peers, self._placement)
+                with deferred.capture():
+                    sharding.fill_parameters(built, lazy, progress)
             elif self._peers.is_single:
                 assert module is not None
-                made = module.to(self.device)
+                built = module.to(self.device)
             else:
-                read = _read_nothing if unread is None else unread.load
-                made = sharding.scatter(module, read, held, self._placement)
-        held.gather_or_raise(who)
-        fit_threads(made, self.device)
-        ready = self._prepare(made.requires_grad_(False) if frozen else made)
+                read = _read_nothing if lazy is None else lazy.load
+                built = sharding.scatter(module, read, deferred, self._placement)
+        deferred.gather_or_raise(caller)
+        fit_threads(built, self.device)
+        ready = self._prepare(built.requires_grad_(False) if frozen else built)
         return self._freeze_module(ready) if frozen else ready
 
     def _freeze_module(self, module: nn.Module) -> nn.Module:
-        """Keep weights in the dtype to which a forward rounds them anyway; it computes the same to the bit."""
+        """Keep weights in the dtype of the computation, to which a forward rounds them anyway: the same to the bit."""
         if self._compute_dtype is not None and not lora.layers(module):
             low, weights = self._compute_dtype, {id(x) for x in module.parameters()}
             module._apply(lambda x: x.to(low) if id(x) in weights else x)
@@ -379,14 +387,14 @@ class TorchEngine:
         optimizer: TorchOptimizer | None,
         base: Mapping[str, float] | None,
     ) -> None:
-        wanted = None if base is None else lora.is_trained
+        is_wanted = None if base is None else lora.is_trained
 
-        def pieces(there: Mapping[str, Tensor]) -> Iterator[Piece]:
+        def pieces(stored: Mapping[str, Tensor]) -> Iterator[Piece]:
             if optimizer is not None:
-                state_dict.fresh_state(module, optimizer, there)
-            return state_dict.pieces(module, optimizer, sharding.local_shard, wanted)
+                state_dict.fresh_state(module, optimizer, stored)
+            return state_dict.pieces(module, optimizer, sharding.local_shard, is_wanted)
 
-        storage.load_shards(folder, state_dict.shapes(module, wanted), pieces, self._peers)
+        storage.load_shards(folder, state_dict.shapes(module, is_wanted), pieces, self._peers)
         if optimizer is not None:
             state_dict.unwrap_numbers(optimizer)
         if base is not None:

@@ -113,8 +113,8 @@ def step(
         if layer.norms is not None:
             q, k = _norm(layer.norms[0], q), _norm(layer.norms[1], k)
         heads, shared = q.shape[1], k.shape[1]
-        both = torch.cat([q, k], 1)
-        q, k = (both * cos + both.roll(dim // 2, -1) * sin).split([heads, shared], 1)
+        query_and_key = torch.cat([q, k], 1)
+        q, k = (query_and_key * cos + query_and_key.roll(dim // 2, -1) * sin).split([heads, shared], 1)
         keys, values = cache[:, :n, :, : column + 1]
         keys[:, :, column] = k
         values[:, :, column] = v

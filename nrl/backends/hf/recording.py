@@ -21,7 +21,7 @@ class Recording:
         module: a transformers model.
 
     Raises:
-        ModelError: it has no routers, or such as cannot be recorded.
+        ModelError: the model has no routers, or its routers cannot be recorded.
 
     >>> from nrl import tiny
     >>> from nrl.backends.models.loading import build
@@ -42,7 +42,7 @@ class Recording:
     @contextmanager
     def on(self) -> Iterator[None]:
         """Record while the block runs."""
-        hooks = [each.register_forward_hook(partial(self._note, name)) for name, each in self._routers.items()]
+        hooks = [router.register_forward_hook(partial(self._note, name)) for name, router in self._routers.items()]
         try:
             yield
         finally:
@@ -64,6 +64,6 @@ class Recording:
                 f"{type(self._module).__name__}: the router '{missing[0]}' did not run in a forward, so there is no "
                 "route of its tokens; leave routes= out"
             )
-        found = torch.stack([self._found[name] for name in self._routers], 1)
+        routes = torch.stack([self._found[name] for name in self._routers], 1)
         self._found.clear()
-        return found
+        return routes

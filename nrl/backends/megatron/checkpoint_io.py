@@ -43,8 +43,8 @@ def read_model(model: Model) -> tuple[Any, Callable[[str], Tensor]]:
     dtype = getattr(torch, model.dtype)
     if model.lora is not None:
         dtype = torch.promote_types(dtype, torch.float32)  # Draw A in the dtype that other engines draw it in.
-    if (found := lora.build_lazy(model, dtype=dtype)) is not None:
-        return found.module, found.load
+    if (lazy := lora.build_lazy(model, dtype=dtype)) is not None:
+        return lazy.module, lazy.load
     return lora.build(model, dtype=dtype), _read_nothing
 
 
@@ -59,38 +59,40 @@ def _map_to_files(module: Any) -> dict[str, Piece]:
 
 
 def shards_to_fill(
-    stages: _Stages, module: Any, at: Groups, wanted: Callable[[str], bool] = _accept_all
+    stages: _Stages, module: Any, groups: Groups, is_wanted: Callable[[str], bool] = _accept_all
 ) -> dict[str, Sequence[Piece]]:
     """Return this process's pieces of each wanted weight; an empty piece of a weight that only other processes have.
 
     Args:
         stages: of this process.
         module: their `skeleton`.
-        at: the groups.
-        wanted: by the names that files have.
+        groups: the groups.
+        is_wanted: by the names that files have.
     """
     mine: dict[str, list[Piece]] = {}
-    for _, piece, _ in local_shards(stages, at):
+    for _, piece, _ in local_shards(stages, groups):
         mine.setdefault(piece.name, []).append(piece)
-    return {name: mine.get(name) or [empty_shard(like)] for name, like in _map_to_files(module).items() if wanted(name)}
+    return {
+        name: mine.get(name) or [empty_shard(like)] for name, like in _map_to_files(module).items() if is_wanted(name)
+    }
 
 
 def plan_save(
-    params: _Stages | AdapterParams[_Stages], pieces: Callable[..., Iterator[Piece]], step: int, at: Groups
+    params: _Stages | AdapterParams[_Stages], pieces: Callable[..., Iterator[Piece]], step: int, groups: Groups
 ) -> SavePlan:
     """Plan to save the pieces that this process owns, of an adapter without its base; a collective.
 
     Args:
         params: what is saved.
-        pieces: called with ``wanted=``, which the names of weights have to be.
+        pieces: called with ``is_wanted=``, which the names of weights have to be.
         step: for the record.
-        at: the groups.
+        groups: the groups.
     """
     stages, alone = params_of(params), isinstance(params, AdapterParams)
     model = stages[0].model
-    base = lora_layers.signature(stages, skeleton(model), at) if alone else None
+    base = lora_layers.signature(stages, skeleton(model), groups) if alone else None
     record = {"step": step, "lora": model.lora is not None, "base": base}
-    return storage.plan_save(partial(pieces, wanted=lora.is_trained if alone else _accept_all), at.peers, record)
+    return storage.plan_save(partial(pieces, is_wanted=lora.is_trained if alone else _accept_all), groups.peers, record)
 
 
 def restore(
@@ -98,30 +100,30 @@ def restore(
     stages: _Stages,
     pieces: Callable[..., Iterator[Piece]],
     record: Mapping[str, Any],
-    at: Groups,
+    groups: Groups,
 ) -> None:
     """Read what was saved, by any engine; a collective.
 
     Args:
         folder: with the files.
         stages: that are filled.
-        pieces: called with the names that are there and ``wanted=``; gives what is filled.
+        pieces: called with the names that are there and ``is_wanted=``; gives what is filled.
         record: of `plan_save`.
-        at: the groups.
+        groups: the groups.
 
     Raises:
         ModelError: the files are of another model, or of an adapter on another base.
         CheckpointError: a part is missing.
     """
     module, base = skeleton(stages[0].model), record["base"]
-    wanted = _accept_all if base is None else lora.is_trained
-    shapes = {name: piece.shape for name, piece in _map_to_files(module).items() if wanted(name)}
-    storage.load_shards(folder, shapes, partial(pieces, wanted=wanted), at.peers)
+    is_wanted = _accept_all if base is None else lora.is_trained
+    shapes = {name: piece.shape for name, piece in _map_to_files(module).items() if is_wanted(name)}
+    storage.load_shards(folder, shapes, partial(pieces, is_wanted=is_wanted), groups.peers)
     if base is not None:
-        lora.check_base(lora_layers.signature(stages, module, at), base)
+        lora.check_base(lora_layers.signature(stages, module, groups), base)
 
 
-def export(folder: Path, params: _Stages | AdapterParams[_Stages], pieces: Iterator[Piece], at: Groups) -> None:
+def export(folder: Path, params: _Stages | AdapterParams[_Stages], pieces: Iterator[Piece], groups: Groups) -> None:
     """Write a folder that transformers and vLLM load; of an adapter, one that peft loads. A collective."""
     model = params_of(params)[0].model
 
@@ -132,4 +134,4 @@ def export(folder: Path, params: _Stages | AdapterParams[_Stages], pieces: Itera
         export_weights(weights, skeleton(attrs.evolve(model, lora=None)), folder)
         save_beside(model, folder)
 
-    write_full_weights(pieces, at.peers, write)
+    write_full_weights(pieces, groups.peers, write)

@@ -100,8 +100,8 @@ def loads(stages: Sequence[Any]) -> Tensor | None:
     config = stages[0].config
     if not config.num_moe_experts:
         return None
-    found = torch.zeros(config.num_layers, config.num_moe_experts, dtype=torch.float64)
+    counts = torch.zeros(config.num_layers, config.num_moe_experts, dtype=torch.float64)
     for router in _routers(stages):
         if router.load is not None:
-            found[router.layer_number - 1] = router.load.detach().cpu().double()
-    return found[torch.tensor(config.moe_layer_freq) == 1]
+            counts[router.layer_number - 1] = router.load.detach().cpu().double()
+    return counts[torch.tensor(config.moe_layer_freq) == 1]

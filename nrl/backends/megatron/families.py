@@ -119,7 +119,7 @@ def architecture(module: Any, layout: Layout) -> Architecture:
     }
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
-    windows = tuple(None if each == "full_attention" else window for each in kinds)
+    windows = tuple(None if layer_type == "full_attention" else window for layer_type in kinds)
     frequencies = _rotary(module).inv_freq.detach().float()
     fields |= {**family.fields, **of_experts}
     padding_idx = module.get_input_embeddings().padding_idx
@@ -177,9 +177,9 @@ def _check(kind: str, config: Any, module: Any) -> None:
     }
     for name, wrong in odd.items():
         if wrong:
-            found = rotation if name == "rope_type" else getattr(config, name)
+            value = rotation if name == "rope_type" else getattr(config, name)
             raise ModelError(
-                f"megatron.trainer: the config of this {kind} model has {name}={found!r}, which it does not compute; "
+                f"megatron.trainer: the config of this {kind} model has {name}={value!r}, which it does not compute; "
                 "fsdp.trainer does"
             )
 

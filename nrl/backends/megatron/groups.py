@@ -48,9 +48,9 @@ class Groups:
     def first_shards(self, parameter: Tensor) -> bool:
         """Return whether no earlier process keeps the same part of a parameter's training state."""
         expert = is_expert(parameter)
-        every = self.collection.expt_dp if expert else self.collection.dp_cp
+        copies = self.collection.expt_dp if expert else self.collection.dp_cp
         sharing = self.collection.intra_expt_dp if expert else self.collection.intra_dp_cp
-        return int(every.rank()) < int(sharing.size())
+        return int(copies.rank()) < int(sharing.size())
 
     @property
     def is_output_rank(self) -> bool:
@@ -106,21 +106,23 @@ def groups(layout: Layout, mesh: DeviceMesh | None) -> Groups:
                 create_gloo_process_groups=False,
             )
         _LAID_OUT[:] = [layout]
-    whole = None
+    world = None
     if layout.slots > 1:
         assert mesh is not None
         assert dist.group.WORLD is not None
-        whole = DeviceMesh.from_group(dist.group.WORLD, mesh.device_type, mesh_dim_names=("all",))
-    return Groups(layout, ProcessGroup(whole), ProcessGroupCollection.use_mpu_process_groups())
+        world = DeviceMesh.from_group(dist.group.WORLD, mesh.device_type, mesh_dim_names=("all",))
+    return Groups(layout, ProcessGroup(world), ProcessGroupCollection.use_mpu_process_groups())
 
 
 def _end(parallel_state: Any) -> None:
     """End the groups of an earlier layout, of which each has threads of its own."""
-    made = {id(x): x for x in vars(parallel_state).values() if isinstance(x, dist.ProcessGroup)}
+    process_groups = {id(x): x for x in vars(parallel_state).values() if isinstance(x, dist.ProcessGroup)}
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
-    for group in made.values():
+    for group in process_groups.values():
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
-    if made:  # Megatron's copies refer to themselves and keep their groups, each with threads, which poll over gloo
+    if (
+        process_groups
+    ):  # Megatron's copies refer to themselves and keep their groups, each with threads, which poll over gloo
         gc.collect()

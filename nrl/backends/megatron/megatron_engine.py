@@ -113,9 +113,9 @@ class MegatronEngine:
     def receive(self, state: MegatronState) -> "_OptimizerReceiver":
         """Replace the weights of a fresh train state."""
         stages, skeleton = state.stages, checkpoint_io.skeleton(self.model)
-        own = partial(checkpoint_io.shards_to_fill, stages, skeleton, self._groups)
+        select = partial(checkpoint_io.shards_to_fill, stages, skeleton, self._groups)
         return _OptimizerReceiver(
-            lora.LoraReceiver(own, partial(lora_layers.clear, stages), "trainer.init"), state.optimizer
+            lora.LoraReceiver(select, partial(lora_layers.clear, stages), "trainer.init"), state.optimizer
         )
 
     def params(self, state: MegatronState) -> of.Stages:
@@ -138,12 +138,12 @@ class MegatronEngine:
     def freeze(self, params: of.Stages) -> of.Stages:
         """Return a frozen copy."""
         model = params[0].model
-        made = self._build_stages(model, checkpoint_io.skeleton(model))
+        copies = self._build_stages(model, checkpoint_io.skeleton(model))
         with torch.no_grad():
-            for copy, stage in zip(made, params, strict=True):
-                for mine, other in zip(copy.parameters(), stage.parameters(), strict=True):
+            for frozen, stage in zip(copies, params, strict=True):
+                for mine, other in zip(frozen.parameters(), stage.parameters(), strict=True):
                     mine.copy_(other)
-        return _freeze(made)
+        return _freeze(copies)
 
     def pieces(self, params: _Params) -> Iterator[Piece]:
         """Yield this process's pieces of the weights, with adapters added, that no earlier process has."""
@@ -155,29 +155,36 @@ class MegatronEngine:
 
     def forward(self, params: of.Stages, microbatches: Iterable[Batch], needs: frozenset[str]) -> Sequence[TensorDict]:
         """Compute outputs without gradients, on the CPU, in processes of the last stage."""
-        asked = needs | {"top_k_ids", "top_k_logprobs"}
+        names = needs | {"top_k_ids", "top_k_logprobs"}
         parts, _ = even_out(self._groups.peers, "forward", microbatches)
         parts = self._round_up(parts)
-        held, found = DeferredError(self._groups.peers), dict[int, TensorDict]()
-        every = partial(output_mask, head=self.model.head)
-        wanted = every if self.model.head == "reward" else require_routes(every)
-        works, cut = self._plan_all(params, parts, wanted, needs, held, "forward")
+        deferred, results = DeferredError(self._groups.peers), dict[int, TensorDict]()
+        all_outputs = partial(output_mask, head=self.model.head)
+        select = all_outputs if self.model.head == "reward" else require_routes(all_outputs)
+        plans, slices = self._plan_all(params, parts, select, needs, deferred, "forward")
 
         def compute(number: int, hidden: Tensor) -> Tensor:
-            with held.capture():
+            with deferred.capture():
                 out = of.compute_outputs(
-                    params[-1], hidden, works[number], cut[number], needs, self.model.head, self._groups, held.capture
+                    params[-1],
+                    hidden,
+                    plans[number],
+                    slices[number],
+                    needs,
+                    self.model.head,
+                    self._groups,
+                    deferred.capture,
                 )
-                values = {key: self._gather_outputs(out.scatter(x)) for key, x in out.values.items() if key in asked}
-                found[number] = TensorDict(values, batch_size=parts[number].batch_size).cpu()
+                values = {key: self._gather_outputs(out.scatter(x)) for key, x in out.values.items() if key in names}
+                results[number] = TensorDict(values, batch_size=parts[number].batch_size).cpu()
             return hidden.new_zeros(())
 
         for stage in params:
             stage.eval()
         with torch.no_grad(), host(self.device):
-            of.run_passes(params, cut, compute, self._groups, backward=False)
-        held.gather_or_raise("forward")
-        return [found[number] for number in sorted(found) if parts[number] is not IDLE]
+            of.run_passes(params, slices, compute, self._groups, backward=False)
+        deferred.gather_or_raise("forward")
+        return [results[number] for number in sorted(results) if parts[number] is not IDLE]
 
     def train(
         self, state: MegatronState, loss: Loss, microbatches: Iterable[Batch], weights: Mapping[str, float]
@@ -201,13 +208,13 @@ class MegatronEngine:
         return MegatronState(copies, optimizer, step + 1), metrics
 
     def _measure_balance(self, stages: of.Stages) -> Metrics:
-        found = loads(stages)
-        if found is None:
+        counts = loads(stages)
+        if counts is None:
             return {}
         if not self._groups.peers.is_single:
-            found = found.to(self.device)
-            dist.all_reduce(found, group=self._groups.peers.group)
-        return balance(found.cpu())
+            counts = counts.to(self.device)
+            dist.all_reduce(counts, group=self._groups.peers.group)
+        return balance(counts.cpu())
 
     def _clear(self, state: MegatronState) -> None:
         for copy in state.copies:
@@ -226,54 +233,54 @@ class MegatronEngine:
         """Compute the sums over the micro-batches of all processes; None: the loss reads outputs that were skipped."""
         name, needs = name_of(loss), needed(loss) | (self.provides & {"logprobs"})
         sums = StepSums(loss, name, weights, self.device, self._groups.is_output_rank)
-        held, read = DeferredError(self._groups.peers), 0
+        deferred, read = DeferredError(self._groups.peers), 0
         parts = self._round_up(microbatches)
         last_stage = state.stages[-1]
-        wanted = partial(read_mask, head=self.model.head, everywhere=everywhere)
-        works, cut = self._plan_all(state.stages, parts, wanted, needs, held, f"train_step({name})")
+        select = partial(read_mask, head=self.model.head, everywhere=everywhere)
+        plans, slices = self._plan_all(state.stages, parts, select, needs, deferred, f"train_step({name})")
 
         def slope(number: int, hidden: Tensor) -> Tensor:
             nonlocal read
-            batch, work = parts[number], works[number]
+            batch, work = parts[number], plans[number]
             out = of.compute_outputs(
-                last_stage, hidden, work, cut[number], needs, self.model.head, self._groups, held.capture
+                last_stage, hidden, work, slices[number], needs, self.model.head, self._groups, deferred.capture
             )
             gradients: Mapping[str, Tensor] | None = None
             if batch is not IDLE:
                 read += len(work.source)
-                whole = {key: self._gather_outputs(out.scatter(x.detach())) for key, x in out.values.items()}
-                with held.capture():
-                    left_out = find_skipped(batch, wanted(batch), self.model.head)
-                    gradients = sums.add(whole, *copy_to_device((batch, left_out), self.device))
+                outputs = {key: self._gather_outputs(out.scatter(x.detach())) for key, x in out.values.items()}
+                with deferred.capture():
+                    left_out = find_skipped(batch, select(batch), self.model.head)
+                    gradients = sums.add(outputs, *copy_to_device((batch, left_out), self.device))
             return _slope(out, gradients)
 
-        of.run_passes(state.copies, cut, slope, self._groups, backward=True)
-        return sums.reduce_all(held, parts, works, read)
+        of.run_passes(state.copies, slices, slope, self._groups, backward=True)
+        return sums.reduce_all(deferred, parts, plans, read)
 
     def _plan_all(
         self,
         stages: of.Stages,
         parts: Sequence[Batch],
-        wanted: Callable[[Batch], Tensor],
+        select: Callable[[Batch], Tensor],
         needs: frozenset[str],
-        held: DeferredError,
-        who: str,
+        deferred: DeferredError,
+        caller: str,
     ) -> tuple[list[Plan], list[Tokens]]:
         """Return the plans of all micro-batches, and this process's tokens of each."""
-        works, config, words = list[Plan](), stages[0].config, stages[0].words
+        plans, config, words = list[Plan](), stages[0].config, stages[0].words
         routers = router_sizes(config)
-        with held.capture():
+        with deferred.capture():
             for part in parts:
-                some = self.provides & {"rewards"} if part is IDLE else needs  # it has no columns to ask for
-                works.append(
-                    plan(part, wanted(part), self.packing, words=words, needs=some, always=True, routers=routers)
+                names = self.provides & {"rewards"} if part is IDLE else needs  # it has no columns to ask for
+                plans.append(
+                    plan(part, select(part), self.packing, words=words, needs=names, always=True, routers=routers)
                 )
-        held.gather_or_raise(who)
+        deferred.gather_or_raise(caller)
         multiple = self.layout.tp if config.sequence_parallel else 1
         # Where shapes do not travel with the tokens, all micro-batches have as many
-        least = 0 if config.variable_seq_lengths else max(work.inputs["input_ids"].shape[1] for work in works)
-        return works, [
-            slice_tokens(work, least, multiple, self.layout.cp, self._groups.cp, self.device) for work in works
+        min_tokens = 0 if config.variable_seq_lengths else max(work.inputs["input_ids"].shape[1] for work in plans)
+        return plans, [
+            slice_tokens(work, min_tokens, multiple, self.layout.cp, self._groups.cp, self.device) for work in plans
         ]
 
     def _round_up(self, parts: Sequence[Batch]) -> list[Batch]:
@@ -305,37 +312,37 @@ class MegatronEngine:
                 lora_layers.add(stage, skeleton, self._groups)
         return stages
 
-    def _load_stages(self, model: Model, who: str) -> of.Stages:
+    def _load_stages(self, model: Model, caller: str) -> of.Stages:
         """Build stages with a model's weights, which the first process reads for all, one at a time."""
-        held, peers = DeferredError(self._groups.peers), self._groups.peers
+        deferred, peers = DeferredError(self._groups.peers), self._groups.peers
         module: Any = None
         read: Any = None
-        with held.capture():
+        with deferred.capture():
             if peers.rank == 0:
                 module, read = checkpoint_io.read_model(model)
-        held.gather_or_raise(who)
+        deferred.gather_or_raise(caller)
         skeleton = checkpoint_io.skeleton(model)
-        stages, found = self._build_stages(model, skeleton), weight_layout.find_parts(skeleton)
-        filling = ShardLoader(checkpoint_io.shards_to_fill(stages, skeleton, self._groups), who, other_head=True)
-        there = dict(named_tensors(module)) if module is not None else {}
+        stages, parts = self._build_stages(model, skeleton), weight_layout.find_parts(skeleton)
+        loader = ShardLoader(checkpoint_io.shards_to_fill(stages, skeleton, self._groups), caller, other_head=True)
+        tensors = dict(named_tensors(module)) if module is not None else {}
         for name, like in named_tensors(skeleton):
             value = torch.zeros(like.shape, dtype=like.dtype)
-            with held.capture():
+            with deferred.capture():
                 if peers.rank == 0:
-                    value = (read(name) if there[name].is_meta else there[name]).to(like.dtype)
+                    value = (read(name) if tensors[name].is_meta else tensors[name]).to(like.dtype)
             value = value.to(self.device).contiguous()
             if not peers.is_single:
                 dist.broadcast(value, group=peers.group, group_src=0)
-            filling.add(weight_layout.split_for_files([full_shard(name, value)], found))
-        filling.end()
-        held.gather_or_raise(who)
+            loader.add(weight_layout.split_for_files([full_shard(name, value)], parts))
+        loader.end()
+        deferred.gather_or_raise(caller)
         return stages
 
     # --- folders
 
     def save(self, state: MegatronState, params: _Params) -> SavePlan:
         """Plan to save stages and optimizer."""
-        pieces = partial(saved_state.iter_training_state, state.copies, state.optimizer, self._groups, spoken=True)
+        pieces = partial(saved_state.iter_training_state, state.copies, state.optimizer, self._groups, owned=True)
         return checkpoint_io.plan_save(params, pieces, state.step, self._groups)
 
     def restore(self, folder: Folder, record: Mapping[str, Any]) -> MegatronState:
@@ -343,10 +350,12 @@ class MegatronEngine:
         storage.check_optimizer(record, self.optimizer.kind)
         copies, optimizer, _ = state = self.init()  # the optimizer's settings come from the configuration
 
-        def pieces(there: Collection[str], wanted: Callable[[str], bool]) -> Iterator[Piece]:
-            if any(name.startswith(storage.MOMENTS) for name in there):
+        def pieces(stored: Collection[str], is_wanted: Callable[[str], bool]) -> Iterator[Piece]:
+            if any(name.startswith(storage.MOMENTS) for name in stored):
                 saved_state.fresh_moments(optimizer)
-            yield from saved_state.iter_training_state(copies, optimizer, self._groups, spoken=False, wanted=wanted)
+            yield from saved_state.iter_training_state(
+                copies, optimizer, self._groups, owned=False, is_wanted=is_wanted
+            )
 
         with host(self.device):
             checkpoint_io.restore(folder, state.stages, pieces, record, self._groups)
@@ -363,8 +372,8 @@ class MegatronEngine:
         model = self.model if record["lora"] else attrs.evolve(self.model, lora=None)
         stages = _freeze(self._load_stages(model, "trainer.restore"))
 
-        def pieces(_: Collection[str], wanted: Callable[[str], bool]) -> Iterator[Piece]:
-            return saved_state.name_weights((piece for _, piece, _ in local_shards(stages, self._groups)), wanted)
+        def pieces(_: Collection[str], is_wanted: Callable[[str], bool]) -> Iterator[Piece]:
+            return saved_state.name_weights((piece for _, piece, _ in local_shards(stages, self._groups)), is_wanted)
 
         checkpoint_io.restore(folder, stages, pieces, record, self._groups)
         return stages

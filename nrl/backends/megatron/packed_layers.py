@@ -124,7 +124,9 @@ def block(config: Any, windows: tuple[int | None, ...], stage: int | None) -> Tr
 
     first, count = get_transformer_layer_offset(config, stage), get_num_layers_to_build(config, stage)
     sparse = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
-    return TransformerBlockSubmodules([layer(bool(each)) for each in sparse[first : first + count]], layer_norm=norm)
+    return TransformerBlockSubmodules(
+        [layer(bool(is_sparse)) for is_sparse in sparse[first : first + count]], layer_norm=norm
+    )
 
 
 class PackedGPT(GPTModel):  # type: ignore[misc]

@@ -36,44 +36,44 @@ class _ParameterState(NamedTuple):
     alone: bool
 
 
-def name_weights(pieces: Iterable[Piece], wanted: Callable[[str], bool]) -> Iterator[Piece]:
+def name_weights(pieces: Iterable[Piece], is_wanted: Callable[[str], bool]) -> Iterator[Piece]:
     """Yield wanted pieces of weights, by the names in a checkpoint."""
-    return (attrs.evolve(piece, name=MODEL + piece.name) for piece in pieces if wanted(piece.name))
+    return (attrs.evolve(piece, name=MODEL + piece.name) for piece in pieces if is_wanted(piece.name))
 
 
 def iter_training_state(
-    copies: Any, optimizer: Any, at: Groups, *, spoken: bool, wanted: Callable[[str], bool]
+    copies: Any, optimizer: Any, groups: Groups, *, owned: bool, is_wanted: Callable[[str], bool]
 ) -> Iterator[Piece]:
     """Yield wanted weights, and moments; if ``owned``, only the pieces that no earlier process has."""
-    find = _make_finder(optimizer, at)
-    for parameter, piece, first in local_shards([copy.module for copy in copies], at):
-        if not wanted(piece.name):
+    find = _make_finder(optimizer, groups)
+    for parameter, piece, first in local_shards([copy.module for copy in copies], groups):
+        if not is_wanted(piece.name):
             continue
         if not parameter.requires_grad:  # the base of an adapter, which no optimizer has
-            if not spoken or (first and at.first_copy(parameter)):
-                yield from name_weights([piece], wanted)
+            if not owned or (first and groups.first_copy(parameter)):
+                yield from name_weights([piece], is_wanted)
             continue
-        kept = find(parameter)
-        if kept is not None and (not spoken or (first and kept.alone)):
-            yield from _iter_parameter_state(piece, parameter, kept, spoken)
+        state = find(parameter)
+        if state is not None and (not owned or (first and state.alone)):
+            yield from _iter_parameter_state(piece, parameter, state, owned)
 
 
-def _iter_parameter_state(piece: Piece, parameter: Tensor, kept: _ParameterState, spoken: bool) -> Iterator[Piece]:
+def _iter_parameter_state(piece: Piece, parameter: Tensor, state: _ParameterState, owned: bool) -> Iterator[Piece]:
     first = int(piece.tensor.storage_offset() - parameter.storage_offset())
-    for index, begin, end in ranges(piece, first - kept.begin, kept.main.numel()):
-        shape = [at.stop - at.start for at in index]
+    for index, begin, end in ranges(piece, first - state.begin, state.main.numel()):
+        shape = [dim.stop - dim.start for dim in index]
 
         def block(name: str, tensor: Tensor) -> Piece:
             return Piece(name, piece.shape, index, tensor.detach().view(-1)[begin:end].view(shape))  # noqa: B023
 
-        yield block(MODEL + piece.name, kept.main)
-        if kept.state:
+        yield block(MODEL + piece.name, state.main)
+        if state.state:
             for key in KEYS[1:]:
-                yield block(f"{MOMENTS}{piece.name}.{key}", kept.state[key])
-            if not spoken or not any(
-                at.start for at in index
+                yield block(f"{MOMENTS}{piece.name}.{key}", state.state[key])
+            if not owned or not any(
+                dim.start for dim in index
             ):  # The process that writes the beginning of a weight writes its step.
-                yield Piece(f"{MOMENTS}{piece.name}.step", (), (), kept.state["step"])
+                yield Piece(f"{MOMENTS}{piece.name}.step", (), (), state.state["step"])
 
 
 def ranges(piece: Piece, first: int, size: int) -> Iterator[tuple[tuple[slice, ...], int, int]]:
@@ -100,48 +100,50 @@ def ranges(piece: Piece, first: int, size: int) -> Iterator[tuple[tuple[slice, .
         rows, columns = slice(row, row + -(-(stop - begin) // width)), slice(column, column + min(width, stop - begin))
         local = (rows, columns)[: len(shape)]
         index = tuple(
-            slice(whole.start + part.start, whole.start + part.stop)
-            for whole, part in zip(piece.index, local, strict=True)
+            slice(outer.start + part.start, outer.start + part.stop)
+            for outer, part in zip(piece.index, local, strict=True)
         )
         yield index, first + begin, first + stop
         begin = stop
 
 
-def _make_finder(optimizer: Any, at: Groups) -> Callable[[Tensor], _ParameterState | None]:
+def _make_finder(optimizer: Any, groups: Groups) -> Callable[[Tensor], _ParameterState | None]:
     """Return a function from a parameter to this process's part of its training state; None: there is no part."""
-    found = dict[int, _ParameterState]()
-    for each in optimizer.chained_optimizers:
-        if hasattr(each, "model_param_gbuf_map"):
-            for parameter in each.model_param_group_index_map:
-                alone = at.first_shards(parameter)
-                state = each._get_main_param_and_optimizer_states(parameter)
-                begin = each._get_model_param_range_map(parameter)["param"].start
-                found[id(parameter)] = _ParameterState(state.pop("param"), state, begin, alone)
+    states = dict[int, _ParameterState]()
+    for part in optimizer.chained_optimizers:
+        if hasattr(part, "model_param_gbuf_map"):
+            for parameter in part.model_param_group_index_map:
+                alone = groups.first_shards(parameter)
+                state = part._get_main_param_and_optimizer_states(parameter)
+                begin = part._get_model_param_range_map(parameter)["param"].start
+                states[id(parameter)] = _ParameterState(state.pop("param"), state, begin, alone)
         else:
-            for group in each.param_groups:
+            for group in part.param_groups:
                 for main in group["params"]:
-                    found[id(main)] = _ParameterState(main, each.optimizer.state.get(main, {}), 0, at.first_copy(main))
-    return lambda parameter: found.get(id(getattr(parameter, "main_param", parameter))) or found.get(id(parameter))
+                    states[id(main)] = _ParameterState(
+                        main, part.optimizer.state.get(main, {}), 0, groups.first_copy(main)
+                    )
+    return lambda parameter: states.get(id(getattr(parameter, "main_param", parameter))) or states.get(id(parameter))
 
 
 def _with_parameters(optimizer: Any) -> list[Any]:
     """Return the optimizers that have parameters; a stage without an adapter may have none."""
-    return [each for each in optimizer.chained_optimizers if not each.is_stub_optimizer]
+    return [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
 
 
 def fresh_moments(optimizer: Any) -> None:
     """Make moments of zeros for all parameters that this process keeps."""
-    for each in _with_parameters(optimizer):
-        each.init_state_fn(each.optimizer, each.config)
-        for state in each.optimizer.state.values():
+    for part in _with_parameters(optimizer):
+        part.init_state_fn(part.optimizer, part.config)
+        for state in part.optimizer.state.values():
             state.setdefault("step", torch.zeros(()))
 
 
 def update_model(copies: Any, optimizer: Any) -> None:
     """Copy weights from the optimizer to the model after a read; a collective."""
-    for each in _with_parameters(optimizer):
-        if hasattr(each, "_copy_main_params_to_model_params"):
-            each._copy_main_params_to_model_params()
+    for part in _with_parameters(optimizer):
+        if hasattr(part, "_copy_main_params_to_model_params"):
+            part._copy_main_params_to_model_params()
     for copy in copies:
         if copy.ddp_config.use_distributed_optimizer:
             copy.start_param_sync(force_sync=True)

@@ -31,7 +31,7 @@ _BY_COLUMNS = {
 }
 
 
-def local_shards(stages: Iterable[Any], at: Groups) -> Iterator[tuple[Tensor, Piece, bool]]:
+def local_shards(stages: Iterable[Any], groups: Groups) -> Iterator[tuple[Tensor, Piece, bool]]:
     """Yield this process's pieces of the weights of stages.
 
     Yields:
@@ -39,16 +39,16 @@ def local_shards(stages: Iterable[Any], at: Groups) -> Iterator[tuple[Tensor, Pi
         model, has the same piece.
     """
     for stage in stages:
-        tied = at.layout.pp > 1 and stage.post_process and not stage.pre_process
+        tied = groups.layout.pp > 1 and stage.post_process and not stage.pre_process
         for name, parameter in stage.named_parameters():
-            for piece in _views(stage, name, parameter.detach(), at.tp, at.layout.tp):
-                again = (tied and piece.name == _EMBEDDING) or (at.tp > 0 and piece.tensor.shape == piece.shape)
+            for piece in _views(stage, name, parameter.detach(), groups.tp, groups.layout.tp):
+                again = (tied and piece.name == _EMBEDDING) or (groups.tp > 0 and piece.tensor.shape == piece.shape)
                 yield parameter, piece, is_expert(parameter) or not again
 
 
-def owned_shards(stages: Iterable[Any], at: Groups) -> Iterator[Piece]:
+def owned_shards(stages: Iterable[Any], groups: Groups) -> Iterator[Piece]:
     """Yield the pieces that no earlier process has."""
-    return (piece for parameter, piece, first in local_shards(stages, at) if first and at.first_copy(parameter))
+    return (piece for parameter, piece, first in local_shards(stages, groups) if first and groups.first_copy(parameter))
 
 
 def _views(module: Any, name: str, values: Tensor, rank: int, size: int) -> Iterator[Piece]:
@@ -88,13 +88,13 @@ def _views(module: Any, name: str, values: Tensor, rank: int, size: int) -> Iter
 def merge_adjacent(pieces: Iterable[Piece]) -> Iterator[Piece]:
     """Join pieces that follow each other in a weight into one piece, which is a copy."""
     for name, group in groupby(pieces, lambda piece: piece.name):
-        some = list(group)
-        if len(some) == 1:
-            yield some[0]
+        adjacent = list(group)
+        if len(adjacent) == 1:
+            yield adjacent[0]
             continue
-        first, last = some[0].index[0], some[-1].index[0]
-        at = slice(first.start, last.stop), *some[0].index[1:]
-        yield Piece(name, some[0].shape, at, torch.cat([piece.tensor for piece in some]))
+        first, last = adjacent[0].index[0], adjacent[-1].index[0]
+        index = slice(first.start, last.stop), *adjacent[0].index[1:]
+        yield Piece(name, adjacent[0].shape, index, torch.cat([piece.tensor for piece in adjacent]))
 
 
 def _of_experts(names: Any, prefix: str, name: str, values: Tensor, numbers: Sequence[int]) -> Iterator[Piece]:
@@ -116,8 +116,8 @@ def _of_layer(config: Any, prefix: str, name: str, values: Tensor, rank: int, si
         yield full_shard(prefix + _NORMS[name], values)
     elif name in _BY_COLUMNS:
         rows, columns = values.shape
-        at = slice(0, rows), slice(rank * columns, (rank + 1) * columns)
-        yield Piece(prefix + _BY_COLUMNS[name], (rows, columns * size), at, values)
+        index = slice(0, rows), slice(rank * columns, (rank + 1) * columns)
+        yield Piece(prefix + _BY_COLUMNS[name], (rows, columns * size), index, values)
     elif name.startswith("self_attention.linear_qkv."):
         yield from _projections(config, prefix, name.rsplit(".", 1)[1], values, rank, size)
     elif name == "mlp.linear_fc1.weight":
@@ -135,17 +135,19 @@ def _projections(config: Any, prefix: str, kind: str, values: Tensor, rank: int,
         for group in range(groups):
             begin = (group * (queries + 2) + first) * width
             part = values[begin : begin + heads * width]
-            at = (rank * groups + group) * heads * width
-            yield _rows(f"{prefix}self_attn.{which}_proj.{kind}", part, at, config.num_query_groups * heads * width)
+            first_row = (rank * groups + group) * heads * width
+            yield _rows(
+                f"{prefix}self_attn.{which}_proj.{kind}", part, first_row, config.num_query_groups * heads * width
+            )
 
 
 def _words(name: str, module: Any, values: Tensor, rank: int) -> Iterator[Piece]:
     """Yield the piece of a table of words, without the rows that fill the vocabulary up."""
     first = rank * len(values)
-    known = max(0, min(len(values), module.words - first))
-    yield _rows(name, values[:known], first, module.words)
+    real_words = max(0, min(len(values), module.words - first))
+    yield _rows(name, values[:real_words], first, module.words)
 
 
 def _rows(name: str, values: Tensor, first: int, rows: int) -> Piece:
-    at = slice(first, first + len(values)), *(slice(0, size) for size in values.shape[1:])
-    return Piece(name, (rows, *values.shape[1:]), at, values)
+    index = slice(first, first + len(values)), *(slice(0, size) for size in values.shape[1:])
+    return Piece(name, (rows, *values.shape[1:]), index, values)

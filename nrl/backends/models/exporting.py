@@ -45,10 +45,10 @@ def export_described(
     """
     model = Model(str(described), head=head, trust_remote_code=trust_remote_code)
     export_weights(weights, skeleton(model, dtype=dtype), folder)
-    for each in described.iterdir():  # the tokenizer, and what else lies there; the config came with the weights
-        has_no_generation = each.name == GENERATION and not (folder / GENERATION).exists()
-        if each.name != "config.json" and not has_no_generation:
-            shutil.copyfile(each, folder / each.name)
+    for path in described.iterdir():  # the tokenizer, and what else lies there; the config came with the weights
+        has_no_generation = path.name == GENERATION and not (folder / GENERATION).exists()
+        if path.name != "config.json" and not has_no_generation:
+            shutil.copyfile(path, folder / path.name)
 
 
 def export_weights(weights: Iterable[tuple[str, Tensor]], skeleton: nn.Module, folder: Path) -> None:
@@ -67,22 +67,22 @@ def export_weights(weights: Iterable[tuple[str, Tensor]], skeleton: nn.Module, f
     for stale in chain(folder.glob("model*.safetensors"), folder.glob(_INDEX)):
         stale.unlink()
     parts = weight_layout.find_parts(skeleton)
-    own = dict(named_tensors(skeleton))
+    tensors = dict(named_tensors(skeleton))
     files = {
         piece.name: piece.tensor
-        for piece in weight_layout.split_for_files(map(shards.full_shard, own, own.values()), parts)
+        for piece in weight_layout.split_for_files(map(shards.full_shard, tensors, tensors.values()), parts)
     }
-    if _shapes(files) != _shapes(_revert_conversion(skeleton, own)):
+    if _shapes(files) != _shapes(_revert_conversion(skeleton, tensors)):
         module: Any = skeleton.to_empty(device="cpu")
         module.tie_weights()  # torch has untied them
-        held = dict(named_tensors(module))
+        remaining = dict(named_tensors(module))
         for name, tensor in weights:
-            held.pop(name).copy_(tensor)
-        check_arrived(held, "export")
+            remaining.pop(name).copy_(tensor)
+        check_arrived(remaining, "export")
         save_model(module, folder)
         return
     save_model(skeleton, folder, {})
-    left = set(files)
+    missing = set(files)
     with waiting(f"writing the model to {folder}") as far, ExitStack() as stack:
         places = _open_files(files, folder, stack)
         for done, (name, tensor) in enumerate(weights):
@@ -90,8 +90,8 @@ def export_weights(weights: Iterable[tuple[str, Tensor]], skeleton: nn.Module, f
             file.seek(offset)
             file.write(safetensors.content(tensor.to(files[name].dtype)))
             far(done, len(files))
-            left.discard(name)
-    check_arrived(left, "export")
+            missing.discard(name)
+    check_arrived(missing, "export")
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
@@ -102,8 +102,8 @@ def _revert_conversion(skeleton: nn.Module, tensors: Mapping[str, Tensor]) -> di
     """Return weights in the form of files."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    found: dict[str, Tensor] = revert_weight_conversion(skeleton, dict(tensors))  # type: ignore[arg-type]
-    return found
+    reverted: dict[str, Tensor] = revert_weight_conversion(skeleton, dict(tensors))  # type: ignore[arg-type]
+    return reverted
 
 
 def _open_files(tensors: Mapping[str, Tensor], folder: Path, stack: ExitStack) -> dict[str, tuple[Any, int]]:
@@ -111,17 +111,18 @@ def _open_files(tensors: Mapping[str, Tensor], folder: Path, stack: ExitStack) -
     from huggingface_hub import split_torch_state_dict_into_shards
 
     split = split_torch_state_dict_into_shards(dict(tensors), filename_pattern=_FILE, max_shard_size=_LARGEST)
-    found: dict[str, tuple[Any, int]] = {}
-    for name, there in split.filename_to_tensors.items():
+    places: dict[str, tuple[Any, int]] = {}
+    for name, names in split.filename_to_tensors.items():
         file = stack.enter_context((folder / name).open("wb"))
-        ordered = sorted(there, key=lambda each: -tensors[each].element_size())
-        found |= {
-            each: (file, offset) for each, offset in zip(ordered, _write_header(file, tensors, ordered), strict=True)
+        ordered = sorted(names, key=lambda each: -tensors[each].element_size())
+        places |= {
+            tensor_name: (file, offset)
+            for tensor_name, offset in zip(ordered, _write_header(file, tensors, ordered), strict=True)
         }
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    return found
+    return places
 
 
 def _write_header(file: Any, tensors: Mapping[str, Tensor], ordered: Sequence[str]) -> list[int]:

@@ -94,21 +94,24 @@ def build(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
 def build_lazy(model: Model, *, dtype: torch.dtype | None = None) -> lazy_weights.LazyModel | None:
     """Build a model with a base whose weights are still to be read; see `nrl.backends.models.lazy_weights.build_lazy`.
 
-    A value or reward head is read where an adapter's folder has one, too, which replaces it.
+    A value or reward head is read now if an adapter's folder has one, which replaces it.
     """
-    found = lazy_weights.build_lazy(model, dtype=dtype)
-    if found is not None:
-        head: Any = found.module.score if isinstance(model.lora, str) and model.head != "lm" else nn.Identity()
+    lazy = lazy_weights.build_lazy(model, dtype=dtype)
+    if lazy is not None:
+        head: Any = lazy.module.score if isinstance(model.lora, str) and model.head != "lm" else nn.Identity()
         for name, _ in list(head.named_parameters()):
-            setattr(head, name, nn.Parameter(found.load(f"{named_weights.SCORE}.{name}")))
-        linear = [part for part in found.module.modules() if isinstance(part, nn.Linear)]
-        unread = {part: part.weight for part in linear if part.weight.is_meta}
-        for part, weight in unread.items():  # peft makes an adapter where its layer is: there, and without memory
+            setattr(head, name, nn.Parameter(lazy.load(f"{named_weights.SCORE}.{name}")))
+        linear = [part for part in lazy.module.modules() if isinstance(part, nn.Linear)]
+        unread_weights = {part: part.weight for part in linear if part.weight.is_meta}
+        for (
+            part,
+            weight,
+        ) in unread_weights.items():  # peft makes an adapter where its layer is: there, and without memory
             part.weight = nn.Parameter(torch.zeros((), dtype=weight.dtype).expand(weight.shape))
-        _add_adapter(found.module, model)
-        for part, weight in unread.items():
+        _add_adapter(lazy.module, model)
+        for part, weight in unread_weights.items():
             part.weight = weight.requires_grad_(part.weight.requires_grad)
-    return found
+    return lazy
 
 
 def build_without_weights(model: Model, *, dtype: torch.dtype | None = None) -> lazy_weights.LazyModel:
@@ -121,8 +124,8 @@ def _add_adapter(module: nn.Module, model: Model) -> nn.Module:
     if model.lora is not None:
         _wrap(module, model)
         if isinstance(model.lora, str):
-            who = f"Model(lora='{model.lora}')"
-            shards.fill(shards.full_shards(select_weights(module, is_trained)), read_adapter(model.lora), who=who)
+            caller = f"Model(lora='{model.lora}')"
+            shards.fill(shards.full_shards(select_weights(module, is_trained)), read_adapter(model.lora), caller=caller)
     return module
 
 
@@ -166,30 +169,30 @@ def _identity(tensor: Tensor) -> Tensor:
 def merge_weights(
     module: nn.Module,
     piece: Callable[[str, Tensor], Piece] = shards.full_shard,
-    whole: Callable[[Tensor], Tensor] = _identity,
+    gather: Callable[[Tensor], Tensor] = _identity,
 ) -> Iterator[Piece]:
     """Yield the weights of a model with its adapters added, one at a time.
 
     Args:
         module: with adapters or without.
         piece: what this process gives of a weight.
-        whole: makes a whole tensor of one that is sharded.
+        gather: makes a whole tensor of one that is sharded.
     """
     adapted = {f"{named_weights.weight_name(name)}.weight": layer for name, layer in layers(module).items()}
     for name, tensor in named_weights.named_tensors(module):
         if not _is_of_adapter(name):
-            found = piece(name, tensor)
+            shard = piece(name, tensor)
             if name in adapted:
-                found = attrs.evolve(found, tensor=found.tensor + _delta(adapted[name], found.index, whole))
-            yield found
+                shard = attrs.evolve(shard, tensor=shard.tensor + _delta(adapted[name], shard.index, gather))
+            yield shard
 
 
-def _delta(layer: Any, index: tuple[slice, ...], whole: Callable[[Tensor], Tensor]) -> Tensor:
+def _delta(layer: Any, index: tuple[slice, ...], gather: Callable[[Tensor], Tensor]) -> Tensor:
     """Compute what an adapter adds to a block of the weight of its layer."""
-    a, b = (whole(part["default"].weight.detach()) for part in (layer.lora_A, layer.lora_B))
+    a, b = (gather(part["default"].weight.detach()) for part in (layer.lora_A, layer.lora_B))
     rows, columns = index
-    found: Tensor = layer.scaling["default"] * (b[rows] @ a[:, columns])
-    return found
+    delta: Tensor = layer.scaling["default"] * (b[rows] @ a[:, columns])
+    return delta
 
 
 def adapter(module: nn.Module, piece: Callable[[str, Tensor], Piece] = shards.full_shard) -> Iterator[Piece]:
@@ -197,9 +200,9 @@ def adapter(module: nn.Module, piece: Callable[[str, Tensor], Piece] = shards.fu
     return (piece(name, tensor) for name, tensor in named_weights.named_tensors(module) if is_trained(name))
 
 
-def select_weights(module: nn.Module, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+def select_weights(module: nn.Module, is_wanted: Callable[[str], bool]) -> dict[str, Tensor]:
     """Return the weights of a model that have wanted names."""
-    return {name: tensor for name, tensor in named_weights.weights(module).items() if wanted(name)}
+    return {name: tensor for name, tensor in named_weights.weights(module).items() if is_wanted(name)}
 
 
 def select_published(module: nn.Module) -> dict[str, Tensor]:
@@ -221,11 +224,11 @@ class LoraReceiver:
 
     def __init__(
         self,
-        own: Callable[[Callable[[str], bool]], Mapping[str, Piece | Sequence[Piece]]],
+        select: Callable[[Callable[[str], bool]], Mapping[str, Piece | Sequence[Piece]]],
         clear: Callable[[], None],
-        who: str,
+        caller: str,
     ) -> None:
-        self._own, self._clear, self._who = own, clear, who
+        self._own, self._clear, self._who = select, clear, caller
         self._filling: shards.ShardLoader | None = None
 
     def add(self, bucket: Bucket) -> None:
@@ -240,8 +243,8 @@ class LoraReceiver:
     @torch.no_grad()
     def _choose_loader(self, alone: bool) -> shards.ShardLoader:
         if self._filling is None:
-            wanted = is_trained if alone else lambda name: not _is_of_adapter(name)
-            self._filling = shards.ShardLoader(self._own(wanted), self._who, other_head=True)
+            is_wanted = is_trained if alone else lambda name: not _is_of_adapter(name)
+            self._filling = shards.ShardLoader(self._own(is_wanted), self._who, other_head=True)
             if not alone:
                 self._clear()
         return self._filling
@@ -249,21 +252,21 @@ class LoraReceiver:
 
 @torch.no_grad()
 def clear(module: nn.Module) -> None:
-    """Set each B of a model's adapter to 0, so that it changes nothing."""
+    """Set each B of a model's adapter to 0: the adapter then changes nothing."""
     for layer in layers(module).values():
         layer.lora_B["default"].weight.zero_()
 
 
-def signature(module: nn.Module, whole: Callable[[Tensor], Tensor] = _identity) -> dict[str, float]:
+def signature(module: nn.Module, gather: Callable[[Tensor], Tensor] = _identity) -> dict[str, float]:
     """Compute numbers that tell one base from another: the sum of each weight, and the scale of each adapter.
 
-    A base is summed up once, as it does not change while an adapter is trained. ``whole`` is as for `merge_weights`.
+    A base is summed up once, as it does not change while an adapter is trained. ``gather`` is as for `merge_weights`.
     """
     base = {name: tensor for name, tensor in named_weights.named_tensors(module) if not is_trained(name)}
     writes = {name: tensor._version for name, tensor in base.items()}  # torch counts them
     seen, sums = _SUMS.get(module, ({}, {}))
     if writes != seen:
-        sums = {name: float(whole(tensor.sum(dtype=torch.float64))) for name, tensor in base.items()}
+        sums = {name: float(gather(tensor.sum(dtype=torch.float64))) for name, tensor in base.items()}
         _SUMS[module] = writes, sums
     return sums | scales(module)
 
@@ -273,21 +276,21 @@ def scales(module: nn.Module) -> dict[str, float]:
     return {f"scaling of {name}": layer.scaling["default"] for name, layer in layers(module).items()}
 
 
-def check_base(found: Mapping[str, float], expected: Mapping[str, float]) -> None:
-    """Check that an adapter is on the base that it was saved with.
+def check_base(actual: Mapping[str, float], expected: Mapping[str, float]) -> None:
+    """Check that an adapter is on the base of its checkpoint.
 
     Args:
-        found: the `signature` of this base.
+        actual: the `signature` of this base.
         expected: that of the saved one.
 
     Raises:
         ModelError: they differ.
     """
     for name, value in expected.items():
-        if not math.isclose(found.get(name, math.nan), value, rel_tol=1e-6, abs_tol=1e-6):
+        if not math.isclose(actual.get(name, math.nan), value, rel_tol=1e-6, abs_tol=1e-6):
             raise ModelError(
                 f"restore: an adapter was saved without its base, and here is another: the sum or scale of '{name}' "
-                f"was {value:g}, and is {found.get(name, math.nan):g}; give the Model that it was saved with"
+                f"was {value:g}, and is {actual.get(name, math.nan):g}; give the Model that it was saved with"
             )
 
 
@@ -327,11 +330,13 @@ def _wrap(module: Any, model: Model) -> None:
         raise _make_error(model, "the base is quantized, so that merged weights would be rounded; give one that is not")
     config = _make_config(model)
     names = [f".{name}" for name, _ in module.named_modules()]
-    wanted = config.target_modules if isinstance(config.target_modules, set) else set()  # or a pattern
-    if missed := sorted(each for each in wanted if not any(name.endswith(f".{each}") for name in names)):
+    targets = config.target_modules if isinstance(config.target_modules, set) else set()  # or a pattern
+    if missed := sorted(target for target in targets if not any(name.endswith(f".{target}") for name in names)):
         linear = {name.rpartition(".")[2] for name, part in module.named_modules() if isinstance(part, nn.Linear)}
-        there = f"its linear layers are named {', '.join(sorted(linear))}"
-        raise _make_error(model, f"target_modules names {', '.join(missed)}, which the model does not have; {there}")
+        available = f"its linear layers are named {', '.join(sorted(linear))}"
+        raise _make_error(
+            model, f"target_modules names {', '.join(missed)}, which the model does not have; {available}"
+        )
     read = [module.get_input_embeddings(), module.get_output_embeddings(), getattr(module, "score", None)]
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -359,35 +364,35 @@ def _make_config(model: Model) -> Any:
     from peft import LoraConfig
 
     from_folder = isinstance(model.lora, str)
-    given = _read_config(model) if isinstance(model.lora, str) else dict(model.lora or {})
+    fields = _read_config(model) if isinstance(model.lora, str) else dict(model.lora or {})
     defaults = dataclasses.asdict(LoraConfig())
     if from_folder:  # another version of peft may say more, and no dropout is used here
-        given = {name: x for name, x in given.items() if (name in defaults or x) and name != "lora_dropout"}
-    if unknown := sorted(given.keys() - defaults.keys()):
+        fields = {name: x for name, x in fields.items() if (name in defaults or x) and name != "lora_dropout"}
+    if unknown := sorted(fields.keys() - defaults.keys()):
         close = difflib.get_close_matches(unknown[0], _GIVEN, n=1)
         hint = f"did you mean '{close[0]}'?" if close else f"plain LoRA has {', '.join(sorted(_GIVEN))}"
         raise _make_error(model, f"peft.LoraConfig has no argument '{unknown[0]}'; {hint}")
-    if given.get("peft_type", "LORA") != "LORA":
-        raise _make_error(model, f"it is a {given['peft_type']} adapter; only LoRA can be used")
-    known = _GIVEN | _CHECKED | (_ABOUT if from_folder else set())
-    for name, value in given.items():
-        other = name not in known and value is not None and value != defaults[name]
+    if fields.get("peft_type", "LORA") != "LORA":
+        raise _make_error(model, f"it is a {fields['peft_type']} adapter; only LoRA can be used")
+    allowed = _GIVEN | _CHECKED | (_ABOUT if from_folder else set())
+    for name, value in fields.items():
+        other = name not in allowed and value is not None and value != defaults[name]
         other |= name == "init_lora_weights" and value not in (True, False, "gaussian")  # Other values change the base.
         other |= name == "modules_to_save" and not set(value or ()) <= _HEADS
         if other:
             raise _make_error(model, f"{name} is {value!r}, and nrl trains plain LoRA without dropout; leave it out")
-    used = {name: value for name, value in given.items() if name in _GIVEN}
+    used = {name: value for name, value in fields.items() if name in _GIVEN}
     return LoraConfig(**used, task_type="SEQ_CLS")  # With this task type "all-linear" leaves out a head 'score'.
 
 
 def _read_config(model: Model) -> dict[str, Any]:
     folder = Path(str(model.lora))
     if missing := [name for name in (_CONFIG, _FILE) if not (folder / name).is_file()]:
-        what = f"the folder has no {' and no '.join(missing)}" if folder.is_dir() else "there is no such folder"
+        problem = f"the folder has no {' and no '.join(missing)}" if folder.is_dir() else "there is no such folder"
         wrote = "peft's save_pretrained or trainer.export(params.adapter, ...)"
-        raise _make_error(model, f"{what}; give one that {wrote} wrote")
-    found: dict[str, Any] = json.loads((folder / _CONFIG).read_text())
-    return found
+        raise _make_error(model, f"{problem}; give one that {wrote} wrote")
+    config: dict[str, Any] = json.loads((folder / _CONFIG).read_text())
+    return config
 
 
 def read_adapter(folder: str) -> Iterator[Piece]:
@@ -399,6 +404,6 @@ def read_adapter(folder: str) -> Iterator[Piece]:
             yield shards.full_shard(name.removeprefix(_PREFIX), file.get_tensor(name))
 
 
-def _make_error(model: Model, why: str) -> ModelError:
-    found = f"'{model.lora}'" if isinstance(model.lora, str) else "..."
-    return ModelError(f"Model(lora={found}): {why}")
+def _make_error(model: Model, reason: str) -> ModelError:
+    source = f"'{model.lora}'" if isinstance(model.lora, str) else "..."
+    return ModelError(f"Model(lora={source}): {reason}")

@@ -40,8 +40,8 @@ def description(model: Model) -> dict[str, bytes] | ModelError:
         except Exception as error:  # transformers raises all kinds
             raise ModelError(
                 f"export: the model {display_name(model)} is loaded, but its files cannot be written, so its "
-                f"training would be lost at the export ({type(error).__name__}: {' '.join(str(error).split())}); mend its "
-                "config and its tokenizer"
+                f"training would be lost at the export ({type(error).__name__}: {' '.join(str(error).split())}); mend "
+                "its config and its tokenizer"
             ) from error
         return {
             path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.suffix != ".safetensors"

@@ -78,33 +78,33 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor.detach()
 
 
-def check_weight(name: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]], who: str) -> None:
+def check_weight(name: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]], caller: str) -> None:
     """Check the name and shape of a weight against those of a model.
 
     Raises:
         ModelError: the model has no weight of this name, or one of another shape.
     """
     if name not in shapes:
-        raise ModelError(f"{who}: the model has no weight '{name}'; it has {a_few(shapes)}; {SAME}")
+        raise ModelError(f"{caller}: the model has no weight '{name}'; it has {a_few(shapes)}; {SAME}")
     if shapes[name] != shape:
-        raise ModelError(f"{who}: '{name}' has shape {list(shape)}, and here it is {list(shapes[name])}; {SAME}")
+        raise ModelError(f"{caller}: '{name}' has shape {list(shape)}, and here it is {list(shapes[name])}; {SAME}")
 
 
-def check_arrived(missing: Collection[str], who: str) -> None:
+def check_arrived(missing: Collection[str], caller: str) -> None:
     """Check that no weight is missing.
 
     Raises:
         ModelError: some are.
     """
     if missing:
-        raise ModelError(f"{who}: {len(missing)} weights did not arrive: {a_few(missing)}; send all of them")
+        raise ModelError(f"{caller}: {len(missing)} weights did not arrive: {a_few(missing)}; send all of them")
 
 
-def a_few(names: Iterable[str], most: int = 5) -> str:
+def a_few(names: Iterable[str], limit: int = 5) -> str:
     """Return the first names of a list, and the number of the others.
 
     >>> a_few("abcd", 3)
     'a, b, c and 1 more'
     """
-    found = list(names)
-    return ", ".join(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")
+    items = list(names)
+    return ", ".join(items[:limit]) + (f" and {len(items) - limit} more" if len(items) > limit else "")

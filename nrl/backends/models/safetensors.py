@@ -45,11 +45,11 @@ def header(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], about: Mapp
     >>> header({"x": (torch.float32, [2])}, {"format": "pt"})[8:]
     b'{"__metadata__": {"format": "pt"}, "x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}  '
     """
-    found, end = dict[str, dict[str, Any]](__metadata__=dict(about)), 0
+    entries, end = dict[str, dict[str, Any]](__metadata__=dict(about)), 0
     for name, (dtype, shape) in tensors.items():
         begin, end = end, end + prod(shape) * dtype.itemsize
-        found[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(found).encode()
+        entries[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 
@@ -91,10 +91,10 @@ class _InStore:
         self.begin = 8 + size
 
     def read_range(self, begin: int, end: int) -> bytes:
-        found: bytes = self._path.fs.cat_file(self._path.path, start=begin, end=end)
-        if len(found) != end - begin:
+        content: bytes = self._path.fs.cat_file(self._path.path, start=begin, end=end)
+        if len(content) != end - begin:
             raise ValueError(f"it ends within bytes {begin} to {end}")
-        return found
+        return content
 
     def metadata(self) -> Any:
         return self._about["__metadata__"]
@@ -123,9 +123,11 @@ class _Slice:
         else:
             rows = slice(*index[0].indices(shape[0])[:2])
         row = (end - begin) // max(1, shape[0] if shape else 1)
-        read = self._file.read_range(*(self._file.begin + begin + at * row for at in (rows.start, rows.stop)))
+        read = self._file.read_range(
+            *(self._file.begin + begin + row_index * row for row_index in (rows.start, rows.stop))
+        )
         dtype = DTYPES[self.get_dtype()]
-        found = torch.frombuffer(bytearray(read), dtype=dtype) if read else torch.empty(0, dtype=dtype)
-        return found.view([rows.stop - rows.start, *shape[1:]] if shape else [])[
+        rows_read = torch.frombuffer(bytearray(read), dtype=dtype) if read else torch.empty(0, dtype=dtype)
+        return rows_read.view([rows.stop - rows.start, *shape[1:]] if shape else [])[
             (slice(None), *index[1:])[: len(shape)]
         ]

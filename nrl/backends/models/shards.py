@@ -60,7 +60,7 @@ def are_disjoint(blocks: Collection[_Index]) -> bool:
     >>> are_disjoint([(slice(0, 2),), (slice(2, 3),)]), are_disjoint([(slice(0, 2),), (slice(1, 3),)])
     (True, False)
     """
-    ends = np.array([[(each.start, each.stop) for each in block] for block in blocks], dtype=np.int64)
+    ends = np.array([[(dim.start, dim.stop) for dim in block] for block in blocks], dtype=np.int64)
     starts, stops = ends.reshape(len(blocks), -1, 2).transpose(2, 0, 1)
     overlap = ((starts[:, None] < stops) & (starts < stops[:, None])).all(-1)
     return not (overlap & ~np.eye(len(blocks), dtype=bool)).any()
@@ -68,25 +68,28 @@ def are_disjoint(blocks: Collection[_Index]) -> bool:
 
 def full_shards(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
     """Return full weights as pieces by name; a tensor that has two names is one piece."""
-    made: dict[int, Piece] = {}
-    return {name: made.setdefault(id(tensor), full_shard(name, tensor)) for name, tensor in tensors.items()}
+    pieces: dict[int, Piece] = {}
+    return {name: pieces.setdefault(id(tensor), full_shard(name, tensor)) for name, tensor in tensors.items()}
 
 
-def overlap(one: Piece, other: Piece) -> tuple[_Index, _Index] | None:
+def overlap(first: Piece, second: Piece) -> tuple[_Index, _Index] | None:
     """Return the overlap of two pieces of a weight, as an index into the tensor of each; None: they do not overlap.
 
     >>> rows = Piece("w", (4,), (slice(1, 3),), torch.tensor([5, 6]))
     >>> overlap(full_shard("w", torch.arange(4)), rows)
     ((slice(1, 3, None),), (slice(0, 2, None),))
     """
-    both = [(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one.index, other.index, strict=True)]
-    if any(start >= stop for start, stop in both):
+    bounds = [(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(first.index, second.index, strict=True)]
+    if any(start >= stop for start, stop in bounds):
         return None
-    here, there = (
-        tuple(slice(start - at.start, stop - at.start) for (start, stop), at in zip(both, piece.index, strict=True))
-        for piece in (one, other)
+    in_first, in_second = (
+        tuple(
+            slice(start - outer.start, stop - outer.start)
+            for (start, stop), outer in zip(bounds, piece.index, strict=True)
+        )
+        for piece in (first, second)
     )
-    return here, there
+    return in_first, in_second
 
 
 class ShardLoader:
@@ -103,15 +106,17 @@ class ShardLoader:
             reward heads share their weight.
     """
 
-    def __init__(self, own: Mapping[str, Piece | Sequence[Piece]], who: str, *, other_head: bool = False) -> None:
-        self._own = {name: [pieces] if isinstance(pieces, Piece) else pieces for name, pieces in own.items()}
-        self._who, self._other_head = who, other_head
+    def __init__(
+        self, targets: Mapping[str, Piece | Sequence[Piece]], caller: str, *, other_head: bool = False
+    ) -> None:
+        self._own = {name: [pieces] if isinstance(pieces, Piece) else pieces for name, pieces in targets.items()}
+        self._who, self._other_head = caller, other_head
         self._shapes = {name: pieces[0].shape for name, pieces in self._own.items()}
-        every = [(name, piece) for name, pieces in self._own.items() for piece in pieces]
+        named_pieces = [(name, piece) for name, pieces in self._own.items() for piece in pieces]
         self._names: dict[int, str] = {}
-        for name, piece in every:
+        for name, piece in named_pieces:
             self._names.setdefault(id(piece), name)
-        self._missing = {id(piece): piece.tensor.numel() for _, piece in every}
+        self._missing = {id(piece): piece.tensor.numel() for _, piece in named_pieces}
         self._filled: dict[int, set[_Index]] = {piece: set() for piece in self._missing}
 
     @torch.no_grad()
@@ -121,26 +126,26 @@ class ShardLoader:
         Raises:
             ModelError: a name that the model does not have, a wrong shape, or a second value for the same numbers.
         """
-        several = list(pieces)
-        place = {piece.name: place for place, piece in reversed(list(enumerate(several)))}
+        incoming = list(pieces)
+        order = {piece.name: order for order, piece in reversed(list(enumerate(incoming)))}
         for piece in sorted(
-            several, key=lambda piece: place[piece.name]
+            incoming, key=lambda piece: order[piece.name]
         ):  # Tied weights are compared, so load one weight after the other.
             if self._other_head and piece.name not in self._own and is_head(piece.name):
                 continue
             check_weight(piece.name, piece.shape, self._shapes, self._who)
-            for own in self._own[piece.name]:
-                self._copy(own, piece)
+            for target in self._own[piece.name]:
+                self._copy(target, piece)
 
-    def _copy(self, own: Piece, piece: Piece) -> None:
-        where = overlap(own, piece)
+    def _copy(self, target: Piece, piece: Piece) -> None:
+        where = overlap(target, piece)
         if where is None:
             return
-        here, there = where
-        mine, theirs = own.tensor[here], piece.tensor[there]
-        if here not in (filled := self._filled[id(own)]):
-            filled.add(here)
-            self._missing[id(own)] -= mine.numel()
+        in_target, in_piece = where
+        mine, theirs = target.tensor[in_target], piece.tensor[in_piece]
+        if in_target not in (filled := self._filled[id(target)]):
+            filled.add(in_target)
+            self._missing[id(target)] -= mine.numel()
             mine.copy_(theirs)
         elif not torch.equal(mine, theirs.to(mine)):
             raise ModelError(
@@ -166,26 +171,26 @@ class ShardLoader:
             raise _make_overlap_error(self._who, sorted(wrong))
 
 
-def _make_overlap_error(who: str, names: Sequence[str]) -> ModelError:
+def _make_overlap_error(caller: str, names: Sequence[str]) -> ModelError:
     return ModelError(
-        f"{who}: of {a_few(names)} not every number came, or one came twice; the pieces of an engine's processes have "
-        "to be each number of each weight once"
+        f"{caller}: of {a_few(names)} not every number came, or one came twice; the pieces of an engine's processes "
+        "have to be each number of each weight once"
     )
 
 
 def fill(
-    own: Mapping[str, Piece | Sequence[Piece]], pieces: Iterable[Piece], *, who: str, other_head: bool = False
+    targets: Mapping[str, Piece | Sequence[Piece]], pieces: Iterable[Piece], *, caller: str, other_head: bool = False
 ) -> None:
     """Fill pieces with others that come all at once; see `ShardLoader`.
 
-    >>> there = torch.zeros(3)
-    >>> fill({"w": full_shard("w", there)}, [full_shard("w", torch.ones(3))], who="receive")
-    >>> there
+    >>> weight = torch.zeros(3)
+    >>> fill({"w": full_shard("w", weight)}, [full_shard("w", torch.ones(3))], caller="receive")
+    >>> weight
     tensor([1., 1., 1.])
     """
-    filling = ShardLoader(own, who, other_head=other_head)
-    filling.add(pieces)
-    filling.end()
+    loader = ShardLoader(targets, caller, other_head=other_head)
+    loader.add(pieces)
+    loader.end()
 
 
 class ShardAssembler:
@@ -210,20 +215,20 @@ class ShardAssembler:
             if piece.tensor.shape == piece.shape:
                 yield piece.name, piece.tensor
                 continue
-            made, blocks = self._partial.setdefault(piece.name, (piece.tensor.new_empty(piece.shape), []))
-            made[piece.index] = piece.tensor
+            weight, blocks = self._partial.setdefault(piece.name, (piece.tensor.new_empty(piece.shape), []))
+            weight[piece.index] = piece.tensor
             blocks.append(piece.index)
-            self._missing[piece.name] = self._missing.get(piece.name, made.numel()) - piece.tensor.numel()
+            self._missing[piece.name] = self._missing.get(piece.name, weight.numel()) - piece.tensor.numel()
             if self._missing[piece.name] <= 0:
                 if not are_disjoint(blocks):
                     raise _make_overlap_error("weights", [piece.name])
                 del self._partial[piece.name], self._missing[piece.name]
-                yield piece.name, made
+                yield piece.name, weight
 
-    def end(self, who: str) -> None:
+    def end(self, caller: str) -> None:
         """Check that nothing is left.
 
         Raises:
             ModelError: of a weight only some pieces came.
         """
-        check_arrived(self._partial, who)
+        check_arrived(self._partial, caller)

@@ -21,9 +21,9 @@ _WIDTH, _WORDS = 64, 128
 def miniature(module: Any) -> Any:
     """Make a model of the same class and config with fewer layers, words, heads and experts, in float32 on the CPU.
 
-    It has two layers, or as many of the first ones as it takes to have each kind. Its weights are random, of a size
-    that shows: norms and biases, too, are not those of a new model, which hide mistakes. What a config makes narrower
-    in a way that its class does not take is tried with fewer changes; at last only the layers are fewer.
+    It has two layers, or the fewest of the first layers with each kind. Its weights are random and large enough to
+    show mistakes, norms and biases included. If the class refuses a narrower config, fewer changes are tried; at last
+    only the layers are fewer.
 
     Args:
         module: a transformers model; its parameters need not take memory, and are not read.
@@ -40,13 +40,13 @@ def miniature(module: Any) -> Any:
     error: Exception | None = None
     for narrow, few_words in ((True, True), (False, True), (False, False)):
         config = copy.deepcopy(module.config)
-        for each in _iter_configs(config):
-            _shrink(each, narrow, few_words)
+        for sub_config in _iter_configs(config):
+            _shrink(sub_config, narrow, few_words)
         try:
-            made: Any = _make_with_each_kind(module, config)
+            model: Any = _make_with_each_kind(module, config)
             with torch.no_grad():
-                made.base_model(input_ids=torch.tensor([[1, 2]]), use_cache=False)
-            return made
+                model.base_model(input_ids=torch.tensor([[1, 2]]), use_cache=False)
+            return model
         except Exception as found:  # transformers raises all kinds
             error = found
     raise ModelError(
@@ -64,9 +64,9 @@ def _iter_configs(config: Any) -> Iterator[Any]:
 
 
 def _shrink(config: Any, narrow: bool, few_words: bool) -> None:
-    def cap(name: str, most: int) -> None:
-        if isinstance(found := getattr(config, name, None), int) and not isinstance(found, bool):
-            setattr(config, name, min(found, most))
+    def cap(name: str, limit: int) -> None:
+        if isinstance(value := getattr(config, name, None), int) and not isinstance(value, bool):
+            setattr(config, name, min(value, limit))
 
     if few_words:
         cap("vocab_size", _WORDS)
@@ -76,7 +76,7 @@ def _shrink(config: Any, narrow: bool, few_words: bool) -> None:
                 setattr(config, name, None)
     if not narrow:
         return
-    for name in {each for each in vars(config) if each.endswith(_WIDE)}:
+    for name in {field for field in vars(config) if field.endswith(_WIDE)}:
         cap(name, _WIDTH)
     chosen = getattr(config, "num_experts_per_tok", None)
     for name in _EXPERTS:
@@ -92,17 +92,17 @@ def _shrink(config: Any, narrow: bool, few_words: bool) -> None:
 
 def _make_with_each_kind(module: Any, config: Any) -> Any:
     """Make a model with the fewest layers, at least two, that have each kind of part of the model."""
-    wanted = {type(part) for part in module.modules() if not _is_adapter(part)}
-    depths = {id(each): getattr(each, "num_hidden_layers", None) for each in _iter_configs(config)}
+    needed_kinds = {type(part) for part in module.modules() if not _is_adapter(part)}
+    depths = {id(sub_config): getattr(sub_config, "num_hidden_layers", None) for sub_config in _iter_configs(config)}
     deepest = max((depth for depth in depths.values() if isinstance(depth, int)), default=2)
     for depth in range(2, deepest + 1):
         short = copy.deepcopy(config)
-        whole = True
-        for each, full in zip(_iter_configs(short), depths.values(), strict=True):
-            whole &= _keep_first_layers(each, full, depth)
+        complete = True
+        for sub_config, full in zip(_iter_configs(short), depths.values(), strict=True):
+            complete &= _keep_first_layers(sub_config, full, depth)
         with torch.device("meta"):
             kinds = {type(part) for part in type(module)._from_config(short, dtype=torch.float32).modules()}
-        if (whole and wanted <= kinds) or depth == deepest:
+        if (complete and needed_kinds <= kinds) or depth == deepest:
             return _randomize(_make_model(module, short))
     return _randomize(_make_model(module, config))
 
@@ -122,13 +122,13 @@ def _keep_first_layers(config: Any, full: int | None, depth: int) -> bool:
     """Keep the first layers; return whether lists with a value a layer keep all of their distinct values."""
     if full is None or depth >= full:
         return True
-    kept = True
+    complete = True
     for name, value in list(vars(config).items()):
-        if isinstance(value, list) and len(value) == full and len({str(each) for each in value}) < max(full, 3):
-            kept &= {str(each) for each in value} == {str(each) for each in value[:depth]}
+        if isinstance(value, list) and len(value) == full and len({str(item) for item in value}) < max(full, 3):
+            complete &= {str(item) for item in value} == {str(item) for item in value[:depth]}
             setattr(config, name, value[:depth])
     config.num_hidden_layers = depth
-    return kept
+    return complete
 
 
 def _randomize(module: Any) -> Any:

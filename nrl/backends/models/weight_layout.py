@@ -45,10 +45,10 @@ _FOUND: WeakKeyDictionary[nn.Module, Parts] = WeakKeyDictionary()
 
 
 def find_parts(module: nn.Module) -> Parts:
-    """Find out of which weights of files each weight of a model is made; those of adapters have none.
+    """Find the weights of files that each weight of a model consists of; weights of adapters are left out.
 
-    transformers turns weights without memory into those of files. Each that comes out as a view of a weight is a block
-    of it. If one does not, since files join what the model keeps apart, all weights are taken as they are.
+    transformers converts weights without memory to the form of files. A result that is a view of a weight is a block
+    of it. If any is no view, because files join weights of the model, all weights are taken unchanged.
 
     Args:
         module: a transformers model, with an adapter or without; not sharded.
@@ -69,8 +69,8 @@ def find_parts(module: nn.Module) -> Parts:
     return _FOUND[module]
 
 
-def split_for_files(pieces: Iterable[Piece], found: Parts) -> Iterator[Piece]:
-    """Cut pieces of a model's weights into those of the weights of files, of which some may be empty.
+def split_for_files(pieces: Iterable[Piece], parts: Parts) -> Iterator[Piece]:
+    """Cut pieces of a model's weights into pieces of the weights of files; pieces may be empty.
 
     >>> rows = [
     ...     FilePart("up", (1, 2), (slice(0, 1), slice(0, 2)), (0, 1)),
@@ -81,37 +81,37 @@ def split_for_files(pieces: Iterable[Piece], found: Parts) -> Iterator[Piece]:
     [('up', [[1, 2]]), ('down', [3, 4])]
     """
     for piece in pieces:
-        yield from (_split_piece(piece, part) for part in found[piece.name]) if piece.name in found else [piece]
+        yield from (_split_piece(piece, part) for part in parts[piece.name]) if piece.name in parts else [piece]
 
 
 def _split_piece(piece: Piece, part: FilePart) -> Piece:
     if part == _full_part(part.name, piece.shape):
         return attrs.evolve(piece, name=part.name)
-    both = overlap(piece, Piece(piece.name, piece.shape, part.block, piece.tensor))
-    if both is None:
+    overlapping = overlap(piece, Piece(piece.name, piece.shape, part.block, piece.tensor))
+    if overlapping is None:
         return empty_shard(Piece(part.name, part.shape, tuple(slice(0, 0) for _ in part.shape), piece.tensor))
-    here, there = both
+    in_piece, in_block = overlapping
     return Piece(
-        part.name, part.shape, tuple(there[dim] for dim in part.dims), _permute_block(piece.tensor[here], part)
+        part.name, part.shape, tuple(in_block[dim] for dim in part.dims), _permute_block(piece.tensor[in_piece], part)
     )
 
 
 def _permute_block(block: Tensor, part: FilePart) -> Tensor:
     """Return a block in the form of files."""
-    others = [dim for dim in range(block.ndim) if dim not in part.dims]
-    view = block.permute(*part.dims, *others)
-    for _ in others:
+    dropped = [dim for dim in range(block.ndim) if dim not in part.dims]
+    view = block.permute(*part.dims, *dropped)
+    for _ in dropped:
         view = view[..., 0]
     return view
 
 
-def map_to_files(own: Mapping[str, Piece], found: Parts) -> dict[str, Piece]:
+def map_to_files(pieces: Mapping[str, Piece], parts: Parts) -> dict[str, Piece]:
     """Return pieces of a model by the names of files; a weight that has two names stays one piece."""
-    made: dict[Any, Piece] = {}
+    by_block: dict[Any, Piece] = {}
     return {
-        part.name: made.setdefault((id(piece), part.block, part.dims), _split_piece(piece, part))
-        for name, piece in own.items()
-        for part in found.get(name) or [_full_part(name, piece.shape)]
+        part.name: by_block.setdefault((id(piece), part.block, part.dims), _split_piece(piece, part))
+        for name, piece in pieces.items()
+        for part in parts.get(name) or [_full_part(name, piece.shape)]
     }
 
 
@@ -129,46 +129,48 @@ class _Views(TorchFunctionMode):
 def _find_parts_by_views(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> Parts | None:
     from transformers.core_model_loading import revert_weight_conversion
 
-    own = {name: torch.empty(tuple(shape), device="meta") for name, shape in shapes.items()}
+    tensors = {name: torch.empty(tuple(shape), device="meta") for name, shape in shapes.items()}
     with _Views():
-        views: dict[str, Tensor] = revert_weight_conversion(module, dict(own))  # type: ignore[arg-type]
-    names = {_storage(tensor): name for name, tensor in own.items()}
-    found: dict[str, list[FilePart]] = {name: [] for name in own}
+        views: dict[str, Tensor] = revert_weight_conversion(module, dict(tensors))  # type: ignore[arg-type]
+    names = {_storage(tensor): name for name, tensor in tensors.items()}
+    parts: dict[str, list[FilePart]] = {name: [] for name in tensors}
     for name, view in views.items():
         source = names.get(_storage(view))
-        part = None if source is None else _match_view(name, own[source], view)
+        part = None if source is None else _match_view(name, tensors[source], view)
         if source is None or part is None:
             return None
-        found[source].append(part)
-    return found if all(_cover_exactly(own[name], found[name]) for name in own) else None
+        parts[source].append(part)
+    return parts if all(_cover_exactly(tensors[name], parts[name]) for name in tensors) else None
 
 
-def _cover_exactly(own: Tensor, blocks: Sequence[FilePart]) -> bool:
+def _cover_exactly(tensor: Tensor, blocks: Sequence[FilePart]) -> bool:
     once = len(blocks) < 2 or are_disjoint([part.block for part in blocks])
-    return once and sum(prod(part.shape) for part in blocks) == own.numel()
+    return once and sum(prod(part.shape) for part in blocks) == tensor.numel()
 
 
 def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _match_view(name: str, own: Tensor, view: Tensor) -> FilePart | None:
+def _match_view(name: str, tensor: Tensor, view: Tensor) -> FilePart | None:
     """Return the block that a view of a tensor is; None: it is no block."""
-    left, offset, starts = dict(enumerate(own.stride())), int(view.storage_offset()), list[int]()
-    for stride in own.stride():
+    strides, offset, starts = dict(enumerate(tensor.stride())), int(view.storage_offset()), list[int]()
+    for stride in tensor.stride():
         start, offset = divmod(offset, max(int(stride), 1))
         starts.append(start)
     dims = [-1] * view.ndim
-    for at in sorted(
+    for axis in sorted(
         range(view.ndim), key=lambda at: view.shape[at] == 1
     ):  # Dimensions of length 1 come last: they match any.
-        size, stride = view.shape[at], view.stride()[at]
-        fits = [dim for dim, own_stride in left.items() if size == 1 or (own_stride == stride and own.shape[dim] > 1)]
+        size, stride = view.shape[axis], view.stride()[axis]
+        fits = [
+            dim for dim, own_stride in strides.items() if size == 1 or (own_stride == stride and tensor.shape[dim] > 1)
+        ]
         if not fits:
             return None
-        dims[at] = fits[0]
-        del left[fits[0]]
-    sizes = [view.shape[dims.index(dim)] if dim in dims else 1 for dim in range(own.ndim)]
+        dims[axis] = fits[0]
+        del strides[fits[0]]
+    sizes = [view.shape[dims.index(dim)] if dim in dims else 1 for dim in range(tensor.ndim)]
     block = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
-    inside = all(each.stop <= size for each, size in zip(block, own.shape, strict=True))
+    inside = all(bounds.stop <= size for bounds, size in zip(block, tensor.shape, strict=True))
     return FilePart(name, tuple(view.shape), block, tuple(dims)) if inside else None

@@ -70,8 +70,8 @@ class CompletionServer:
     def __attrs_post_init__(self) -> None:
         scheme, rest = self.url.split("://", 1)
         host, slash, path = rest.partition("/")
-        login, at, host = host.rpartition("@")
-        if at:
+        login, separator, host = host.rpartition("@")
+        if separator:
             user, _, password = login.partition(":")
             self._login = unquote(user), unquote(password)
         self.url = f"{scheme}://{host}{slash}{path}"
@@ -148,11 +148,11 @@ class CompletionServer:
             ) from None
 
 
-def connect(who: str, url: str, api_key: str | None, timeout: float, in_flight: int) -> CompletionServer:
+def connect(caller: str, url: str, api_key: str | None, timeout: float, in_flight: int) -> CompletionServer:
     """Return a server by its address, with or without ``/v1``.
 
     Args:
-        who: how errors name the caller.
+        caller: how errors name the caller.
         url: the address.
         api_key: sent as the bearer token, wherever the server is; None: the environment variable ``OPENAI_API_KEY``, if
             it is set and nobody can listen on the way.
@@ -164,20 +164,20 @@ def connect(who: str, url: str, api_key: str | None, timeout: float, in_flight: 
     """
     if not url.startswith(("http://", "https://")):
         shown = url.rpartition("@")[2]  # before it a password may stand
-        raise ArgumentError(f"{who}: the url is {shown!r}; give one such as 'http://localhost:8000/v1'")
+        raise ArgumentError(f"{caller}: the url is {shown!r}; give one such as 'http://localhost:8000/v1'")
     if not timeout > 0 or in_flight < 1:
-        raise ArgumentError(f"{who}: timeout is {timeout} and in_flight {in_flight}; both have to be positive")
-    key = _read_key(who, url) if api_key is None else api_key
-    return CompletionServer(who, url.rstrip("/").removesuffix("/v1") + "/v1", key, timeout, in_flight)
+        raise ArgumentError(f"{caller}: timeout is {timeout} and in_flight {in_flight}; both have to be positive")
+    key = _read_key(caller, url) if api_key is None else api_key
+    return CompletionServer(caller, url.rstrip("/").removesuffix("/v1") + "/v1", key, timeout, in_flight)
 
 
-def _read_key(who: str, url: str) -> str | None:
+def _read_key(caller: str, url: str) -> str | None:
     """Return the key in the environment, unless somebody could listen on the way to the server."""
-    found = os.environ.get("OPENAI_API_KEY") or None
-    if found is None or is_private(url):
-        return found
+    key = os.environ.get("OPENAI_API_KEY") or None
+    if key is None or is_private(url):
+        return key
     warnings.warn(
-        f"{who}: OPENAI_API_KEY is not sent to {urlsplit(url).hostname}, as http carries it in clear; if the server "
+        f"{caller}: OPENAI_API_KEY is not sent to {urlsplit(url).hostname}, as http carries it in clear; if the server "
         "is to have it, give an https address, or api_key=...",
         UserWarning,
         stacklevel=4,
@@ -202,14 +202,14 @@ def _is_here(url: str) -> bool:
         return name == "localhost" or name.endswith(".localhost")
 
 
-def excerpt(text: object, most: int = 300) -> str:
+def excerpt(text: object, limit: int = 300) -> str:
     """Return the beginning of a server's answer, on one line.
 
     >>> excerpt("all  is\\nwell"), excerpt("x" * 9, 4)
     ('all is well', 'xxxx ...')
     """
     line = " ".join(str(text).split())
-    return line if len(line) <= most else f"{line[:most]} ..."
+    return line if len(line) <= limit else f"{line[:limit]} ..."
 
 
 def _seconds(header: str | None) -> float:

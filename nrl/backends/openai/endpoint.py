@@ -88,9 +88,9 @@ class CompletionEndpoint:
         """
         try:
             (choice,) = answer["choices"]
-            said = choice.get("logprobs") or {}
-            ids, logprobs, tokens = choice.get("token_ids"), said.get("token_logprobs"), said.get("tokens")
-            if not all(isinstance(each, list | None) for each in (ids, logprobs, tokens)):
+            details = choice.get("logprobs") or {}
+            ids, logprobs, tokens = choice.get("token_ids"), details.get("token_logprobs"), details.get("tokens")
+            if not all(isinstance(value, list | None) for value in (ids, logprobs, tokens)):
                 raise TypeError
         except (TypeError, KeyError, ValueError, AttributeError):
             raise self._make_error(
@@ -104,19 +104,19 @@ class CompletionEndpoint:
                 "gives no token ids. Text is never encoded again, since other tokens may come of it than were sampled; "
                 "use vLLM, or an SGLang that knows return_token_ids",
             )
-        unknown = [each for each in ids if type(each) is not int or not 0 <= each < self.vocabulary]
+        unknown = [value for value in ids if type(value) is not int or not 0 <= value < self.vocabulary]
         if unknown or len(ids) > body["max_tokens"]:
-            found = f"the token id {excerpt(unknown[0], 40)}" if unknown else f"{len(ids)} token ids"
+            problem = f"the token id {excerpt(unknown[0], 40)}" if unknown else f"{len(ids)} token ids"
             raise self._make_error(
                 answer,
-                f"gives {found}, where at most {body['max_tokens']} of 0 to {self.vocabulary - 1} were asked for; look "
-                "whether it serves the model that model= names",
+                f"gives {problem}, where at most {body['max_tokens']} of 0 to {self.vocabulary - 1} were asked for; "
+                "look whether it serves the model that model= names",
             )
         if not logprobs or len(logprobs) != len(ids) or None in logprobs:
             raise self._make_error(
                 answer, "does not give the log-probability of each token; let the server give logprobs"
             )
-        if not all(type(each) in (int, float) and _LOWEST < each < 0.01 for each in logprobs):  # rounding aside
+        if not all(type(value) in (int, float) and _LOWEST < value < 0.01 for value in logprobs):  # rounding aside
             raise self._make_error(
                 answer,
                 "gives something else for log-probabilities, such as logits; start vLLM with --logprobs-mode "
@@ -133,9 +133,9 @@ class CompletionEndpoint:
             )
         return Completion(torch.tensor(ids), torch.tensor(logprobs, dtype=torch.float32), reason == "length", 0)
 
-    def _make_error(self, answer: Any, what: str) -> GenerationError:
+    def _make_error(self, answer: Any, problem: str) -> GenerationError:
         return GenerationError(
-            f"{self.server.caller}: {self.server.url}/completions {what}. It says: {excerpt(answer)}"
+            f"{self.server.caller}: {self.server.url}/completions {problem}. It says: {excerpt(answer)}"
         )
 
 
@@ -163,7 +163,7 @@ def find_model(server: CompletionServer, name: str | None) -> tuple[str, int | N
     """
     answer = beside(server.ask("/models")).result().content
     try:
-        listed = {str(each["id"]): each.get("max_model_len") for each in answer["data"]}
+        listed = {str(entry["id"]): entry.get("max_model_len") for entry in answer["data"]}
     except (TypeError, KeyError, AttributeError):
         raise GenerationError(
             f"{server.caller}: {server.url}/models lists no models; look whether that is an OpenAI-compatible server. "
@@ -185,17 +185,17 @@ def probe(endpoint: CompletionEndpoint) -> Meaning:
     Raises:
         GenerationError: seeds change nothing, or an answer is unusable.
     """
-    prompt = [(31 * place + 7) % endpoint.vocabulary for place in range(min(8, endpoint.context_length - 1))]
+    prompt = [(31 * index + 7) % endpoint.vocabulary for index in range(min(8, endpoint.context_length - 1))]
     # vLLM takes no temperature above 2
     sharp, flat = Sampling(temperature=0.25, max_new_tokens=1), Sampling(temperature=2.0, max_new_tokens=16)
     rows = [(0, sharp), (0, flat), (0, flat), (1, flat), (0, attrs.evolve(flat, top_k=1))]
     bodies = [
         endpoint.request(prompt, *row) | {"logprobs": 1} for row in rows
     ]  # also the log-probability of the most probable token
-    asked = gathered([beside(endpoint.server.ask("/completions", body)) for body in bodies]).result()
-    answers = [each.content for each in asked]
-    found = [endpoint.completion(*each) for each in zip(bodies, answers, strict=True)]
-    first, again, other = (each.token_ids.tolist() for each in found[1:4])
+    replies = gathered([beside(endpoint.server.ask("/completions", body)) for body in bodies]).result()
+    answers = [item.content for item in replies]
+    completions = [endpoint.completion(*item) for item in zip(bodies, answers, strict=True)]
+    first, again, other = (item.token_ids.tolist() for item in completions[1:4])
     if first != again:
         warnings.warn(
             f"{endpoint.server.caller}: {endpoint.server.url} does not honour seeds: one request gave two answers, so "
@@ -203,7 +203,7 @@ def probe(endpoint: CompletionEndpoint) -> Meaning:
             UserWarning,
             stacklevel=3,
         )
-    elif first == other and float(found[1].logprobs.sum()) < -5:  # Equal tokens this improbable are no chance.
+    elif first == other and float(completions[1].logprobs.sum()) < -5:  # Equal tokens this improbable are no chance.
         raise GenerationError(
             f"{endpoint.server.caller}: {endpoint.server.url} draws the tokens {first} whatever the seed, so all "
             "completions of a prompt would be the same; let the server pass seeds on"
@@ -212,7 +212,7 @@ def probe(endpoint: CompletionEndpoint) -> Meaning:
     # it is the only token, with log-probability 0
     high, low = _highest(answers[0]), _highest(answers[1])
     tempered = abs(high - low) > 0.1
-    return Meaning(tempered, truncated=tempered and low < -1e-3 < float(found[4].logprobs[0]))
+    return Meaning(tempered, truncated=tempered and low < -1e-3 < float(completions[4].logprobs[0]))
 
 
 def _highest(answer: Any) -> float:

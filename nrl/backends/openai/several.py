@@ -17,7 +17,7 @@ _AWAY = 60.0  # seconds for which a server that has failed is asked only if all 
 
 
 class ServerGroup:
-    """Servers of one model. A request goes to the one that has read the beginning of its prompt, unless it is too busy.
+    """Servers of one model. A request goes to the server with the beginning of its prompt, unless too busy.
 
     Args:
         endpoints: the model at each; at least one.
@@ -34,36 +34,36 @@ class ServerGroup:
 
         Args:
             prompts: token ids.
-            failed: servers that have failed them already.
+            failed: servers to avoid, after a failure of these prompts.
         """
-        now = time.monotonic()
+        time_now = time.monotonic()
         with self._guard:
-            left = [at for at in range(len(self.endpoints)) if at not in failed]
-            there = {at for at in left if self._back[at] <= now} or set(left)
-            load = [each if at in there else math.inf for at, each in enumerate(self._under_way)]
+            remaining = [index for index in range(len(self.endpoints)) if index not in failed]
+            available = {index for index in remaining if self._back[index] <= time_now} or set(remaining)
+            load = [count if index in available else math.inf for index, count in enumerate(self._under_way)]
             return self._router.choose(prompts, load)
 
-    async def complete(self, body: Mapping[str, Any], at: int) -> Completion:
-        """Send a request to the server that was chosen, and to the others if it fails; see `Endpoint.complete`.
+    async def complete(self, body: Mapping[str, Any], index: int) -> Completion:
+        """Send a request to the server that was chosen, and to the others if it fails; see `CompletionEndpoint`.
 
         Raises:
             ClusterError: all have failed; the error is that of the last.
         """
         failed = list[int]()
         while True:
-            self._under_way[at] += 1  # Only the event loop of the requests writes it.
+            self._under_way[index] += 1  # Only the event loop of the requests writes it.
             try:
-                found = await self.endpoints[at].complete(body)
+                completion = await self.endpoints[index].complete(body)
             except (ClusterError, LostRequest):
-                failed.append(at)
-                self._back[at] = time.monotonic() + _AWAY
+                failed.append(index)
+                self._back[index] = time.monotonic() + _AWAY
                 if len(failed) == len(self.endpoints):
                     raise
             else:
-                self._back[at] = -math.inf
+                self._back[index] = -math.inf
                 with self._guard:
-                    self._router.has_read(at, [*body["prompt"], *found.token_ids.tolist()])
-                return found._replace(times=found.times + len(failed))
+                    self._router.has_read(index, [*body["prompt"], *completion.token_ids.tolist()])
+                return completion._replace(times=completion.times + len(failed))
             finally:
-                self._under_way[at] -= 1
-            (at,) = self.choose([body["prompt"]], failed)
+                self._under_way[index] -= 1
+            (index,) = self.choose([body["prompt"]], failed)

@@ -24,15 +24,15 @@ class Capabilities:
     """The abilities of a sampler beside the methods that every `Sampler` has.
 
     Args:
-        streams: it takes on requests while it decodes others, and has the method of `Streams`.
-        remote: it decodes in other processes, so that the program can do something else meanwhile.
-        tolerance: nats by which its log-probabilities may differ from a trainer's, because it computes differently:
-            `publish` compares them, by the methods of `Probed`. None: they need no check.
-        adapter: `nrl.backends.Model.adapter` of its model; with one, `publish` sends the adapter alone.
-        media: the kinds of `nrl.backends.Media` that its prompts may have, such as ``"image"``.
-        dtype: that it rounds matrices to when it receives them, so that `publish` sends them rounded; None: it is not
-            known, or not the same for all.
-        routes: (layers, k) of the ``routes`` that its completions have; None: they have none.
+        streams: the sampler takes on requests while decoding others, and has the method of `Streams`.
+        remote: the sampler decodes in other processes, while the program can go on.
+        tolerance: nats by which log-probabilities may differ from a trainer's, because the sampler computes
+            differently: `publish` compares them, by the methods of `Probed`. None: no check is needed.
+        adapter: `nrl.backends.Model.adapter` of the sampler's model; with one, `publish` sends the adapter alone.
+        media: the kinds of `nrl.backends.Media` in prompts, for example ``"image"``.
+        dtype: of received matrices after rounding, which `publish` does before sending; None: unknown, or different
+            for some matrices.
+        routes: (layers, k) of the ``routes`` of completions; None: completions have no routes.
 
     >>> Capabilities().streams
     False
@@ -48,13 +48,13 @@ class Capabilities:
 
 
 def capabilities(sampler: Any) -> Capabilities:
-    """Return a sampler's attribute ``capabilities``; without one, those of a sampler that can do no more than it must.
+    """Return a sampler's attribute ``capabilities``, or the default ``Capabilities()`` without one.
 
     >>> capabilities(object()) == Capabilities()
     True
     """
-    found: Capabilities = getattr(sampler, "capabilities", Capabilities())
-    return found
+    declared: Capabilities = getattr(sampler, "capabilities", Capabilities())
+    return declared
 
 
 class Sampler(Protocol):
@@ -107,12 +107,12 @@ class Sampler(Protocol):
         """Replace the weights in place; `publish` calls it.
 
         Args:
-            buckets: pieces of weights (`nrl.backends.types.Piece`), some at a time. Futures stand for values on a mesh:
-                a sampler on a mesh passes them on to its processes, without a wait or a copy here. `publish` gives
-                buckets that can be iterated again, until a step has consumed the params; then iterating raises
+            buckets: pieces of weights (`nrl.backends.types.Piece`), a bucket at a time. Futures are values on a mesh: a
+                sampler on a mesh passes them on to its processes, without a wait or a copy here. The buckets of
+                `publish` can be iterated again until a step has consumed the params; then iterating raises
                 `ConsumedState`.
-            version: of these weights, which completions bear from now on.
-            inflight: what becomes of requests that are under way; see `nrl.publish`.
+            version: of these weights; completions bear it from now on.
+            inflight: the fate of requests in flight; see `nrl.publish`.
 
         Raises:
             ModelError: a name that the model does not have, a wrong shape, or weights that are missing.
@@ -132,7 +132,7 @@ register_kind(
 
 
 class Streams(Protocol):
-    """A sampler that takes on requests while it decodes others (`Capabilities.streams`)."""
+    """A sampler with requests joining while others are decoded (`Capabilities.streams`)."""
 
     def stream(
         self, prompts: Sequence[Chunks], seeds: Sequence[int], sampling: Sampling | None = None

@@ -87,7 +87,7 @@ class EnginePool:
         self.context_length, self._vocabulary, dtype = self._replicas[0].about()
         self.capabilities = attrs.evolve(self.capabilities, dtype=dtype)
         self._engines = [(seat, engine) for seat in self._replicas for engine in range(seat.engines)]
-        self._indices = {each: place for place, each in enumerate(self._engines)}
+        self._indices = {engine: index for index, engine in enumerate(self._engines)}
         self._router, self._numbers = Router(len(self._engines)), itertools.count()
         self._tended: set[EngineReplica] = set()  # replicas that a thread looks after
         self._called: set[EngineReplica] = set()  # replicas whose thread waits for the answer of their engines
@@ -122,11 +122,11 @@ class EnginePool:
     def everywhere(self, prompt: Sequence[int], sampling: Sampling) -> Future[list[Completion]]:
         """Let every engine complete a prompt; see `nrl.backends.sampling.base.Probed`.
 
-        Engines that are being started again are left out, unless there are no others.
+        Restarting engines are left out, unless all engines restart.
         """
         load, alive = self._load(), self._alive()
-        there = [place for place in alive if math.isfinite(load[place])] or alive
-        return gathered(self._ask([prompt] * len(there), None, sampling, there))
+        available = [engine for engine in alive if math.isfinite(load[engine])] or alive
+        return gathered(self._ask([prompt] * len(available), None, sampling, available))
 
     def _ask(
         self,
@@ -141,41 +141,41 @@ class EnginePool:
         noise = list(range(len(prompts)) if seeds is None else seeds)
         media = self.capabilities.media
         check_prompts(prompts, noise, chosen.stop_token_ids, self._vocabulary, self.context_length, media)
-        given_up = GIVEN_UP.get()
+        read_given_up = GIVEN_UP.get()
 
-        def awaited(row: int, prompt: Chunks) -> PendingRequest:
-            number, cancellable = next(self._numbers), given_up is not None
+        def make_pending(row: int, prompt: Chunks) -> PendingRequest:
+            number, cancellable = next(self._numbers), read_given_up is not None
             request = Request(number, list(prompt), noise[row], chosen, cancellable)
-            return PendingRequest(request, is_given_up=lambda: given_up is not None and given_up()[row])
+            return PendingRequest(request, is_given_up=lambda: read_given_up is not None and read_given_up()[row])
 
-        asked = [awaited(row, prompt) for row, prompt in enumerate(prompts)]
+        pending = [make_pending(row, prompt) for row, prompt in enumerate(prompts)]
         with self._changed:
             if self._broken:
                 raise self._make_unfit_error()
-            self._place(asked, engines)
+            self._place(pending, engines)
         self._start_work()
-        return [each.answer for each in asked]
+        return [request.answer for request in pending]
 
-    def _place(self, asked: Sequence[PendingRequest], engines: Sequence[int] | None = None) -> None:
+    def _place(self, requests: Sequence[PendingRequest], engines: Sequence[int] | None = None) -> None:
         """Choose an engine for each request, which waits for it from now on."""
         alive, load = self._alive(), self._load()
         if not alive:
-            for each in asked:
-                each.fail(cast(BaseException, self._replicas[0].error))
+            for request in requests:
+                request.fail(cast(BaseException, self._replicas[0].error))
             return
         if engines is None and min(load) < math.inf:
-            engines = self._router.choose([each.request.prompt for each in asked], load)
+            engines = self._router.choose([request.request.prompt for request in requests], load)
         elif engines is None:  # all that are left are being started again
-            engines = [alive[place % len(alive)] for place in range(len(asked))]
-        for each, chosen in zip(asked, engines, strict=True):
-            seat, engine = self._engines[chosen]
-            seat.waiting[engine].append(each)
+            engines = [alive[index % len(alive)] for index in range(len(requests))]
+        for request, chosen in zip(requests, engines, strict=True):
+            replica, engine = self._engines[chosen]
+            replica.waiting[engine].append(request)
 
     def _load(self) -> list[float]:
-        return [each for seat in self._replicas for each in seat.load]
+        return [count for replica in self._replicas for count in replica.load]
 
     def _alive(self) -> list[int]:
-        return [place for place, (seat, _) in enumerate(self._engines) if seat.state != "lost"]
+        return [index for index, (replica, _) in enumerate(self._engines) if replica.state != "lost"]
 
     def _list_in(self, *states: ReplicaState) -> list[EngineReplica]:
         return [seat for seat in self._replicas if seat.state in states]
@@ -238,85 +238,87 @@ class EnginePool:
             if time.monotonic() - began > limit:
                 raise DeadlineExceeded(f"{otherwise} (within {limit:g} s)")
 
-    def _answer(self, seat: EngineReplica, finished: Sequence[Sequence[tuple[int, Completion | Exception]]]) -> None:
+    def _answer(self, replica: EngineReplica, finished: Sequence[Sequence[tuple[int, Completion | Exception]]]) -> None:
         with self._changed:
-            for engine, found in enumerate(finished):
-                for number, answer in found:
-                    if (asked := seat.pop_request(engine, number, answer)) is None:
+            for engine, answers in enumerate(finished):
+                for number, answer in answers:
+                    if (request := replica.pop_request(engine, number, answer)) is None:
                         continue  # nobody waits for it any more
                     if isinstance(answer, Exception):
-                        asked.fail(answer)
+                        request.fail(answer)
                     else:
-                        tokens = [*asked.request.prompt, *answer.token_ids.tolist()]
-                        self._router.has_read(self._indices[seat, engine], tokens)
-                        asked.complete(answer)
+                        tokens = [*request.request.prompt, *answer.token_ids.tolist()]
+                        self._router.has_read(self._indices[replica, engine], tokens)
+                        request.complete(answer)
 
-    def _fail(self, seat: EngineReplica, error: BaseException, *, waiting: bool = False) -> None:
+    def _fail(self, replica: EngineReplica, error: BaseException, *, waiting: bool = False) -> None:
         with self._changed:
-            asked, others = seat.take_back()
-            for each in [*asked, *(others if waiting else [])]:
-                each.fail(error)
+            in_flight, queued = replica.take_back()
+            for request in [*in_flight, *(queued if waiting else [])]:
+                request.fail(error)
             if not waiting:
-                self._place(others)
+                self._place(queued)
 
     def _make_unfit_error(self) -> GenerationError:
         return GenerationError(
             f"generate: the sampler's weights {self._broken}; publish a complete set of weights first"
         )
 
-    def _revive(self, seat: EngineReplica) -> None:
+    def _revive(self, replica: EngineReplica) -> None:
         """Start the engines of a replica again after their death; their requests are asked again, here or elsewhere."""
         self._cluster.check_open("generate")
-        error = seat.error
+        error = replica.error
         with self._changed:
-            self._called.discard(seat)
-            asked, waiting = seat.take_back()
-            for each in asked:
-                each.deaths += 1
-                if each.deaths >= _TIMES:
-                    each.fail(LostRequest(f"generate: {_TIMES} engines died while they decoded it; the last: {error}"))
-            again = [each for each in asked if each.deaths < _TIMES]
-            self._place([*again, *waiting])
+            self._called.discard(replica)
+            in_flight, waiting = replica.take_back()
+            for request in in_flight:
+                request.deaths += 1
+                if request.deaths >= _TIMES:
+                    request.fail(
+                        LostRequest(f"generate: {_TIMES} engines died while they decoded it; the last: {error}")
+                    )
+            retried = [request for request in in_flight if request.deaths < _TIMES]
+            self._place([*retried, *waiting])
             self._changed.notify_all()
         self._start_work()
-        death, count = str(error).partition(" The last lines of its log:")[0], len(asked) + len(waiting)
+        death, count = str(error).partition(" The last lines of its log:")[0], len(in_flight) + len(waiting)
         slow_wait.say(
-            f"{death} Its {count} requests are asked again, and mesh '{seat.mesh.name}' is started again in "
-            f"{seat.mesh.slots!r}"
+            f"{death} Its {count} requests are asked again, and mesh '{replica.mesh.name}' is started again in "
+            f"{replica.mesh.slots!r}"
         )
         outcome = "it has been started again"
         try:
-            seat.restart(_TIMES, lambda: self._renew(seat))
+            replica.restart(_TIMES, lambda: self._renew(replica))
         except Exception as final:
             outcome = f"it is not started again: {final}"
             with self._changed:
-                seat.lose(final)
-                self._place(seat.take_back()[1])
+                replica.lose(final)
+                self._place(replica.take_back()[1])
             self._start_work()
-        idle = seat.state != "lost" and not self._list_in("starting", "serving", "receiving")
-        more = f"The sampler's weights {self._broken}. " if self._broken else _WAITS if idle else ""
+        idle = replica.state != "lost" and not self._list_in("starting", "serving", "receiving")
+        consequence = f"The sampler's weights {self._broken}. " if self._broken else _WAITS if idle else ""
         say(
-            f"{self._name}: an engine was lost, and {outcome}; {len(again)} requests were asked again, and "
-            f"{len(asked) - len(again)} given up. {more}{error}"
+            f"{self._name}: an engine was lost, and {outcome}; {len(retried)} requests were asked again, and "
+            f"{len(in_flight) - len(retried)} given up. {consequence}{error}"
         )
 
-    def _renew(self, seat: EngineReplica) -> None:
+    def _renew(self, replica: EngineReplica) -> None:
         """Give restarted engines the weights, if these still exist; then they serve."""
         with self._receives:
             try:
-                whole = self._give_again(seat)
+                ready = self._give_again(replica)
             except WeightMismatch as error:
-                whole = all(min(other.load) == math.inf for other in self._replicas if other is not seat)
-                if whole:
+                ready = all(min(other.load) == math.inf for other in self._replicas if other is not replica)
+                if ready:
                     self.distrust(str(error))
                 else:
                     say(f"{self._name}: what was started again does not serve before the next publish. {error}")
             with self._changed:
-                if whole:
-                    seat.serve()
+                if ready:
+                    replica.serve()
                 else:
-                    seat.lack()
-                    self._place(seat.take_back()[1])
+                    replica.lack()
+                    self._place(replica.take_back()[1])
 
     def _give_again(self, seat: EngineReplica) -> bool:
         """Give a replica the current weights and check them; False: a step has consumed them."""
@@ -402,7 +404,7 @@ class EnginePool:
 
 
 class StreamingEnginePool(EnginePool):
-    """A pool whose engines take on requests while they decode others; `nrl.backends.vllm.sampler` makes one."""
+    """A pool of engines that take on requests while decoding others; `nrl.backends.vllm.sampler` makes one."""
 
     def stream(
         self, prompts: Sequence[Chunks], seeds: Sequence[int], sampling: Sampling | None = None

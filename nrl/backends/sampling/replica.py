@@ -113,7 +113,7 @@ def meshes(place: Slots | Mesh, executable: str | Executable, tp: int = 1) -> li
 
 
 class EngineReplica:
-    """The engines of a mesh: how many there are, what state they are in, and what they were asked.
+    """The engines of a mesh: their number, their state and their requests.
 
     Args:
         mesh: where they are.
@@ -180,7 +180,9 @@ class EngineReplica:
     def load(self) -> list[float]:
         """The number of requests of each engine; infinite while it cannot work on them."""
         away = 0 if self.state in ("serving", "receiving") else math.inf
-        return [away + len(waiting) + len(asked) for waiting, asked in zip(self.waiting, self.requests, strict=True)]
+        return [
+            away + len(waiting) + len(requests) for waiting, requests in zip(self.waiting, self.requests, strict=True)
+        ]
 
     @property
     def under_way(self) -> bool:
@@ -216,11 +218,11 @@ class EngineReplica:
 
         Args:
             times: how often in a row they may die, the last time included.
-            ready: what else has to be done before they serve; they may die of that.
+            ready: the last preparation before serving, in which engines may die, too.
 
         Raises:
-            Exception: they died as often as that, or would do so again. Where something else keeps them from starting,
-                such as that their host is gone, its cause is the death; of a loss, since `nrl.retrying` looks for one.
+            Exception: the engines died ``times`` times, or would die again. If another error keeps them from starting,
+                such as a lost host, its cause is the death: `nrl.retrying` looks for a loss among the causes.
         """
         error = cause = self.error
         while True:
@@ -243,8 +245,8 @@ class EngineReplica:
     def describe_death(self, error: Exception) -> Exception | None:
         """Return the error of the engines' death, if they have to be started again after this one; None: they go on.
 
-        What nrl did not raise on purpose, such as an error of CUDA, leaves an engine in a state that nobody knows. Its
-        processes are ended then, if they are others than this one.
+        An unexpected error, such as one of CUDA, leaves an engine in an unknown state. Then its processes are ended,
+        unless it runs in this process.
         """
         if self.mesh.processes.ended:
             return error
@@ -256,24 +258,24 @@ class EngineReplica:
 
     def about(self) -> tuple[int, int, torch.dtype | None]:
         """Return the context length, the vocabulary, and the dtype in which matrices may come."""
-        found: tuple[int, int, torch.dtype | None] = from_first(self.mesh, self._name, _about, self._handles)
-        return found
+        properties: tuple[int, int, torch.dtype | None] = from_first(self.mesh, self._name, _about, self._handles)
+        return properties
 
     def take_steps(self) -> list[EngineStep]:
         """Return the next step of each engine: waiting requests, if it serves, and requests to forget."""
         work, new = [], self.state == "serving"
-        for waiting, asked, unwanted in zip(self.waiting, self.requests, self._unwanted, strict=True):
-            gone = [number for number, each in asked.items() if not each.is_wanted]
+        for waiting, in_flight, unwanted in zip(self.waiting, self.requests, self._unwanted, strict=True):
+            gone = [number for number, request in in_flight.items() if not request.is_wanted]
             for number in gone:
-                asked.pop(number).complete(_NOTHING)
-            taken = [each for each in waiting if each.is_wanted] if new else []
-            for each in waiting if new else []:
-                if not each.is_wanted:
-                    each.complete(_NOTHING)
-            for each in taken:
-                each.times += 1
-                asked[each.request.number] = each
-            work.append(([each.request for each in taken], [*unwanted, *gone]))
+                in_flight.pop(number).complete(_NOTHING)
+            taken = [request for request in waiting if request.is_wanted] if new else []
+            for request in waiting if new else []:
+                if not request.is_wanted:
+                    request.complete(_NOTHING)
+            for request in taken:
+                request.times += 1
+                in_flight[request.request.number] = request
+            work.append(([request.request for request in taken], [*unwanted, *gone]))
             unwanted.clear()
             if new:
                 waiting.clear()
@@ -281,13 +283,13 @@ class EngineReplica:
 
     def take_back(self) -> tuple[list[PendingRequest], list[PendingRequest]]:
         """Take all requests back: those of engines, which will be told to forget them, and those that wait."""
-        asked = [each for held in self.requests for each in held.values()]
-        waiting = [each for queue in self.waiting for each in queue]
-        for queue, held, unwanted in zip(self.waiting, self.requests, self._unwanted, strict=True):
-            unwanted.extend(held)
-            held.clear()
+        in_flight = [request for requests in self.requests for request in requests.values()]
+        waiting = [request for queue in self.waiting for request in queue]
+        for queue, requests, unwanted in zip(self.waiting, self.requests, self._unwanted, strict=True):
+            unwanted.extend(requests)
+            requests.clear()
             queue.clear()
-        return asked, waiting
+        return in_flight, waiting
 
     def pop_request(self, engine: int, number: int, answer: Completion | Exception) -> PendingRequest | None:
         """Remove and return the request of an answer; None: nobody waits for it any more."""
@@ -301,28 +303,28 @@ class EngineReplica:
         began = time.time()
         with timeline.unshown():
             reply = self._call("generate", "advance", *zip(*work, strict=True))
-        found: list[Sequence[tuple[int, Decoded | Exception]]] = reply.then(list).result()
+        finished: list[Sequence[tuple[int, Decoded | Exception]]] = reply.then(list).result()
         if began - self._decoded[1] > _PAUSE or began - self._decoded[0] > _LONGEST:
             self.show()
             self._decoded = began, began
         self._decoded = self._decoded[0], time.time()
-        return [[(number, _stamp_version(answer, version)) for number, answer in each] for each in found]
+        return [[(number, _stamp_version(answer, version)) for number, answer in answers] for answers in finished]
 
     def complete(self, request: Request, version: int) -> list[Completion]:
         """Let every engine complete a prompt, while it has nothing else to do."""
-        found: dict[int, Completion] = {}
+        completions: dict[int, Completion] = {}
         requests = [request]
-        while len(found) < self.engines:
+        while len(completions) < self.engines:
             for engine, answers in enumerate(self.advance([(requests, [])] * self.engines, version)):
                 for _, answer in answers:
                     if isinstance(answer, Exception):
                         raise answer
-                    found[engine] = answer
+                    completions[engine] = answer
             requests = []
-        return [found[engine] for engine in range(self.engines)]
+        return [completions[engine] for engine in range(self.engines)]
 
     def show(self) -> None:
-        """Note in the timeline how long it has decoded since the last pause: there are many calls, and all alike."""
+        """Note in the timeline the time of decoding since the last pause, as one bar for many calls."""
         began, ended = self._decoded
         for rank in range(self.mesh.processes.count if ended > began else 0):
             timeline.record(self.mesh.name, rank, "generate", began, ended)
@@ -334,12 +336,12 @@ class EngineReplica:
         # Where the trainer is on the same device, it stays there: what it sends may lie on it
         return self._call("receive", step, *columns, turn=False).then(only)
 
-    def _call(self, who: str, name: str, *columns: Sequence[Any], turn: bool = True) -> Results:
+    def _call(self, caller: str, name: str, *columns: Sequence[Any], turn: bool = True) -> Results:
         """Call a method of the engine in each process, with the arguments of its engine."""
         count = self.mesh.processes.count
         engines = [0 if count == 1 else self.mesh.shard_of(rank) for rank in range(count)]
         args = (Each([column[engine] for engine in engines]) for column in columns)
-        reply: Results = call(self.mesh, who, partial(method, name), self._handles, *args, outs=Out.each, turn=turn)
+        reply: Results = call(self.mesh, caller, partial(method, name), self._handles, *args, outs=Out.each, turn=turn)
         return reply
 
 

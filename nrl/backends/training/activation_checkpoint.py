@@ -32,12 +32,12 @@ def _contexts() -> Any:
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = op.name().partition("::")[2].partition(".")[0]
-    kept = name.startswith(_ATTENTION) or (name in _PRODUCTS and not _widens(name, args))
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    is_kept = name.startswith(_ATTENTION) or (name in _PRODUCTS and not _widens(name, args))
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _widens(name: str, args: Any) -> bool:
     """Return whether a product has more numbers a row than its input."""
-    left, right = args[1:3] if name in ("addmm", "baddbmm") else args[:2]
-    found: bool = right.shape[-1] > left.shape[-1]
-    return found
+    first, second = args[1:3] if name in ("addmm", "baddbmm") else args[:2]
+    widens: bool = second.shape[-1] > first.shape[-1]
+    return widens

@@ -52,34 +52,34 @@ class ProcessGroup:
         """Gather the values of all processes, by rank; a collective."""
         if self.mesh is None:
             return [value]
-        found: list[T] = [value] * self.mesh.size()
-        dist.all_gather_object(found, value, group=self.mesh.get_group())
-        return found
+        values: list[T] = [value] * self.mesh.size()
+        dist.all_gather_object(values, value, group=self.mesh.get_group())
+        return values
 
     def broadcast[T](self, value: T | None) -> T:
         """Return the value of the first process, in every process; a collective."""
         box: list[Any] = [value]
         if self.mesh is not None:
             dist.broadcast_object_list(box, group=self.mesh.get_group(), group_src=0)
-        found: T = box[0]
-        return found
+        result: T = box[0]
+        return result
 
 
-def pickle_error(error: Exception, who: str, rank: int) -> bytes:
+def pickle_error(error: Exception, caller: str, rank: int) -> bytes:
     """Pickle an error for other processes; a `ClusterError` with its text where pickle cannot copy it.
 
     Args:
         error: of this process.
-        who: how errors name the caller.
+        caller: how errors name the caller.
         rank: of this process, which a note names.
     """
     text = f"{type(error).__name__}: {error}"
-    note = f"{who}: rank {rank} of dp raised it: {text}"
+    note = f"{caller}: rank {rank} of dp raised it: {text}"
     with contextlib.suppress(Exception):  # a class may do anything when it is pickled
         copy = pickle.loads(pickle.dumps(error))
         copy.add_note(note)
         return pickle.dumps(copy)
-    stand_in = ClusterError(f"{who}: rank {rank} raised {text}")
+    stand_in = ClusterError(f"{caller}: rank {rank} raised {text}")
     stand_in.add_note(note)
     return pickle.dumps(stand_in)
 
@@ -108,17 +108,17 @@ class DeferredError:
                 raise
             self.error = self.error or error
 
-    def gather_or_raise[T](self, who: str, value: T = None) -> list[T]:  # type: ignore[assignment]
+    def gather_or_raise[T](self, caller: str, value: T = None) -> list[T]:  # type: ignore[assignment]
         """Gather the values of all processes, by rank, or raise a held error in all of them; a collective.
 
         Raises:
             Exception: the error of this process, or of the first that has one.
         """
-        mine = None if self.error is None else pickle_error(self.error, who, self.peers.rank)
-        found = self.peers.gather((value, mine))
+        mine = None if self.error is None else pickle_error(self.error, caller, self.peers.rank)
+        gathered = self.peers.gather((value, mine))
         if self.error is not None:
             raise self.error
-        for _, error in found:
+        for _, error in gathered:
             if error is not None:
                 raise pickle.loads(error)
-        return [value for value, _ in found]
+        return [value for value, _ in gathered]

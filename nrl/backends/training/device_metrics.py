@@ -53,25 +53,25 @@ def begin_measuring() -> Callable[[Metrics], Metrics]:
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
 
-    def ended(found: Metrics) -> Metrics:
-        now = time.perf_counter()
-        flops = found.get(FLOPS)
-        told: Metrics = {key: x for key, x in found.items() if key != FLOPS} if process().first else {}
-        speeds = {"device/tokens_per_second": (found.get("tokens"), 1.0), "device/tflops": (flops, 1e12)}
-        if cuda and (most := peak(torch.cuda.get_device_name())) is not None:
-            speeds["device/mfu"] = flops, most
+    def finish(engine_metrics: Metrics) -> Metrics:
+        end = time.perf_counter()
+        flops = engine_metrics.get(FLOPS)
+        metrics: Metrics = {key: x for key, x in engine_metrics.items() if key != FLOPS} if process().first else {}
+        speeds = {"device/tokens_per_second": (engine_metrics.get("tokens"), 1.0), "device/tflops": (flops, 1e12)}
+        if cuda and (peak_flops := peak(torch.cuda.get_device_name())) is not None:
+            speeds["device/mfu"] = flops, peak_flops
         for name, (done, unit) in speeds.items():
             if done is not None:  # it is of all processes, so one of them counts it
                 mine = done[0].double() if process().first else torch.zeros((), dtype=torch.float64)
-                told[name] = Mean(mine / unit, _number(now - began))
-        waited, since = idle(began, now)
-        told["device/idle"] = Mean(_number(waited), _number(since))
+                metrics[name] = Mean(mine / unit, _number(end - began))
+        waited, since = idle(began, end)
+        metrics["device/idle"] = Mean(_number(waited), _number(since))
         if cuda:
-            told["device/max_memory_allocated"] = Max(_number(torch.cuda.max_memory_allocated() / _GIB))
-            told["device/max_memory_reserved"] = Max(_number(torch.cuda.max_memory_reserved() / _GIB))
-        return told
+            metrics["device/max_memory_allocated"] = Max(_number(torch.cuda.max_memory_allocated() / _GIB))
+            metrics["device/max_memory_reserved"] = Max(_number(torch.cuda.max_memory_reserved() / _GIB))
+        return metrics
 
-    return ended
+    return finish
 
 
 def _number(x: float) -> torch.Tensor:

@@ -75,7 +75,7 @@ def _cost(module: Any) -> Cost | None:
     return Cost(token, output, scores)
 
 
-def step_flops(found: Cost, work: Plan) -> float:
+def step_flops(cost: Cost, work: Plan) -> float:
     """Count the FLOPs of a forward and a backward pass over a micro-batch.
 
     A token at position t attends to ``t + 1`` tokens, or as many as the window has, itself counted. Tokens that rows
@@ -92,9 +92,9 @@ def step_flops(found: Cost, work: Plan) -> float:
         return 0.0
     keys = _keys(work)
     scores = sum(
-        flops * int(keys.sum() if window is None else keys.clamp(max=window).sum()) for flops, window in found.scores
+        flops * int(keys.sum() if window is None else keys.clamp(max=window).sum()) for flops, window in cost.scores
     )
-    return found.token * work.computed + found.output * len(work.source) + scores
+    return cost.token * work.computed + cost.output * len(work.source) + scores
 
 
 def _keys(work: Plan) -> torch.Tensor:

@@ -77,7 +77,7 @@ class Params:
 
     @property
     def whole(self) -> bool:
-        """Whether they are more than an adapter."""
+        """True if they are more than an adapter."""
         return self.find in (worker.find_frozen, worker.find_in_state)
 
     def check_whole(self, who: str) -> None:

@@ -39,26 +39,26 @@ class WeightStream:
 
     def next(self, share: float = 1) -> list[Piece]:
         """Return more pieces of this process, a share of a bucket; at the end none."""
-        found, size = list[Piece](), 0
+        pieces, size = list[Piece](), 0
         for piece in self._pieces:
-            found.append(piece)
+            pieces.append(piece)
             size += prod(piece.shape) * piece.tensor.element_size()
             if size >= share * _BUCKET / _count_stages():
-                return found
+                return pieces
         self.has_more = False
-        return found
+        return pieces
 
     def next_full(self, group: Any = None) -> list[Piece]:
         """Return more full weights, put together from the pieces of all processes; a collective."""
         mine = self.next(1 / 2)  # they are there twice, in pieces and whole
-        each = gathered(_tensors(mine), (_places(mine), self.has_more), group)
-        self.has_more = any(more for _, (_, more) in each)
-        pieces = chain(*(_pieces(tensors, places) for tensors, (places, _) in each))
+        gathered_parts = gathered(_tensors(mine), (_places(mine), self.has_more), group)
+        self.has_more = any(has_more for _, (_, has_more) in gathered_parts)
+        pieces = chain(*(_pieces(tensors, places) for tensors, (places, _) in gathered_parts))
         return [full_shard(name, tensor) for name, tensor in self._joining.add(pieces)]
 
-    def end(self, who: str) -> None:
+    def end(self, caller: str) -> None:
         """Check that no weight was left in parts; `next_full` alone puts them together."""
-        self._joining.end(who)
+        self._joining.end(caller)
 
 
 def _count_stages() -> int:
@@ -67,11 +67,11 @@ def _count_stages() -> int:
     return int(mesh["pp"].size()) if mesh is not None and "pp" in (mesh.mesh_dim_names or ()) else 1
 
 
-def iter_full_weights(pieces: Iterable[Piece], who: str, group: Any = None) -> Iterator[tuple[str, Tensor]]:
+def iter_full_weights(pieces: Iterable[Piece], caller: str, group: Any = None) -> Iterator[tuple[str, Tensor]]:
     """Yield the full weights that all processes have pieces of, in each process; a collective.
 
     Raises:
-        ModelError: of a weight only some pieces came; ``who`` is how it begins.
+        ModelError: a weight is incomplete; ``caller`` begins the message.
 
     >>> import torch
     >>> [name for name, _ in iter_full_weights([full_shard("score.weight", torch.ones(2))], "export")]
@@ -81,7 +81,7 @@ def iter_full_weights(pieces: Iterable[Piece], who: str, group: Any = None) -> I
     while reading.has_more:
         for piece in reading.next_full(group):
             yield piece.name, piece.tensor
-    reading.end(who)
+    reading.end(caller)
 
 
 def write_full_weights(
@@ -102,12 +102,12 @@ def write_full_weights(
     held.gather_or_raise("export")
 
 
-def next_bucket(who: str, send: Callable[[Tensors], Any], same: bool, reading: WeightStream) -> tuple[Any, bool]:
+def next_bucket(caller: str, send: Callable[[Tensors], Any], same: bool, stream: WeightStream) -> tuple[Any, bool]:
     """Send more pieces from a process, and return whether there may be others; see `nrl.runtime.transfer.Route`."""
-    pieces = reading.next_full() if same else reading.next()
-    if not reading.has_more:
-        reading.end(who)
-    return (_places(pieces), *sent(send, _tensors(pieces))), reading.has_more
+    pieces = stream.next_full() if same else stream.next()
+    if not stream.has_more:
+        stream.end(caller)
+    return (_places(pieces), *sent(send, _tensors(pieces))), stream.has_more
 
 
 type _Places = dict[str, tuple[str, tuple[int, ...], tuple[slice, ...]]]
@@ -116,7 +116,7 @@ type _Places = dict[str, tuple[str, tuple[int, ...], tuple[slice, ...]]]
 def receive_bucket(results: Sequence[tuple[_Places, Any, dict[str, int]]]) -> Bucket:
     """Receive the pieces that `next_bucket` sent. Raises as `nrl.runtime.transfer.opened`."""
     tensors = opened([(travelled, sums) for _, travelled, sums in results])
-    places = {key: place for told, *_ in results for key, place in told.items()}
+    places = {key: entry for entries, *_ in results for key, entry in entries.items()}
     return list(_pieces(tensors, places))
 
 
@@ -124,7 +124,7 @@ def _key(piece: Piece) -> str:
     """Return a unique name of a piece: that of the weight, where it is whole."""
     if piece.tensor.shape == piece.shape:
         return piece.name
-    return f"{piece.name}[{', '.join(f'{each.start}:{each.stop}' for each in piece.index)}]"
+    return f"{piece.name}[{', '.join(f'{dim.start}:{dim.stop}' for dim in piece.index)}]"
 
 
 def _tensors(pieces: Iterable[Piece]) -> dict[str, Tensor]:

@@ -110,21 +110,21 @@ def forward(
     *shards: Batch,
 ) -> tuple[Tensor | list[Tensor], ...]:
     """Compute the outputs of each shard, in the order of `outputs_of`: a list, or the output of a single shard."""
-    found, parts = [], list[Any]()
+    results, parts = [], list[Any]()
 
-    def read(shard: Batch) -> Iterator[Batch]:
+    def split_and_yield(shard: Batch) -> Iterator[Batch]:
         parts.append(split(shard))
         yield from parts[-1]
 
     for shard in shards:
         with explain_refusals("forward"):
-            outs = with_params("forward", find, engine, value, read(shard), needs)
+            outs = with_params("forward", find, engine, value, split_and_yield(shard), needs)
         for out in outs:
             _check_widths(out, widths)
         wide = [out.apply(partial(_widen, out.ndim, shard["input_ids"].shape[-1])) for out in outs]
-        found.append(parts[-1].restore(wide) if wide else _nothing(shard, needs, widths))
-    each = [[out[name] for out in found] for name in outputs_of(needs)]
-    return tuple(some[0] if len(some) == 1 else some for some in each)
+        results.append(parts[-1].restore(wide) if wide else _nothing(shard, needs, widths))
+    outputs = [[out[name] for out in results] for name in outputs_of(needs)]
+    return tuple(values[0] if len(values) == 1 else values for values in outputs)
 
 
 def _check_widths(out: TensorDict, widths: Mapping[str, int]) -> None:
@@ -134,27 +134,27 @@ def _check_widths(out: TensorDict, widths: Mapping[str, int]) -> None:
         ModelError: one is not.
     """
     for name, width in widths.items():
-        if name in out.keys() and (found := out[name].shape[-1]) != width:
+        if name in out.keys() and (actual := out[name].shape[-1]) != width:
             raise ModelError(
-                f"forward: {name} of these params have {found} numbers a token, and those of the trainer's own model "
+                f"forward: {name} of these params have {actual} numbers a token, and those of the trainer's own model "
                 f"{width}; make a trainer of the model that the params are of"
             )
 
 
 def outputs_like(batch: Batch, needs: Collection[str], widths: Mapping[str, int]) -> dict[str, Tensor]:
     """Return a tensor of the shape and dtype of each output of ``needs`` that takes no memory."""
-    found = {}
+    outputs = {}
     for name in outputs_of(needs):
         k = max(0, top_k_of(needs) or 0)
         shape = output_shape(name, batch, widths) + ((k,) if name in ("top_k_ids", "top_k_logprobs") else ())
-        found[name] = torch.zeros((), dtype=torch.int64 if name == "top_k_ids" else torch.float32).expand(shape)
-    return found
+        outputs[name] = torch.zeros((), dtype=torch.int64 if name == "top_k_ids" else torch.float32).expand(shape)
+    return outputs
 
 
 def _nothing(shard: Batch, needs: frozenset[str], widths: Mapping[str, int]) -> TensorDict:
     """Return the outputs of no rows."""
-    found = {name: like.contiguous() for name, like in outputs_like(shard, needs, widths).items()}
-    return TensorDict(found, batch_size=shard.batch_size)
+    outputs = {name: like.contiguous() for name, like in outputs_like(shard, needs, widths).items()}
+    return TensorDict(outputs, batch_size=shard.batch_size)
 
 
 def _widen(dim: int, width: int, x: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ def train(
     loss: Loss, split: _Split, engine: _Engine, state: Any, weights: dict[str, float], *shards: Batch
 ) -> tuple[Any, Metrics]:
     """Take one optimizer step on shards; the first process reports its metrics, and each those of its device."""
-    ended = begin_measuring()
+    finish = begin_measuring()
     with explain_refusals(f"train_step({name_of(loss)})"):
-        state, found = engine.train(state, loss, (part for shard in shards for part in split(shard)), weights)
-    return state, ended(found)
+        state, metrics = engine.train(state, loss, (part for shard in shards for part in split(shard)), weights)
+    return state, finish(metrics)

@@ -35,9 +35,9 @@ def tp_consensus(mine: bool) -> bool:
     group = get_tp_group()
     if group.world_size == 1:
         return mine
-    said = torch.tensor([mine])
-    dist.broadcast(said, group=group.cpu_group, group_src=0)
-    return bool(said)
+    decision = torch.tensor([mine])
+    dist.broadcast(decision, group=group.cpu_group, group_src=0)
+    return bool(decision)
 
 
 def end(engine: Any) -> None:

@@ -43,7 +43,7 @@ class VllmAdapter:
         self.arguments = {
             "enable_lora": True,
             "max_loras": 1,
-            "max_lora_rank": min(each for each in _RANKS if each >= rank),
+            "max_lora_rank": min(supported for supported in _RANKS if supported >= rank),
         }
         self.request: Any = None
         """The adapter in requests; None: the base alone."""

@@ -65,8 +65,8 @@ class VllmEngine:
             tokenizer.save_pretrained(texts)
             shutil.copy(folder / "config.json", texts)  # vLLM looks for it there, too
             self._adapter = None if self._model.lora is None else vllm_adapter.VllmAdapter(self._model)
-            own = {} if self._adapter is None else self._adapter.arguments
-            self._engine = _start_engine(folder, texts, self._model, dict(self._options) | own)
+            adapter_arguments = {} if self._adapter is None else self._adapter.arguments
+            self._engine = _start_engine(folder, texts, self._model, dict(self._options) | adapter_arguments)
             self._engine.set_weight_version("0")
             config = self._engine.model_config
             self._shapes = _shapes(folder, bool(getattr(config.hf_config, "tie_word_embeddings", False)))
@@ -87,20 +87,20 @@ class VllmEngine:
         """Take on requests, forget others, and decode for a moment."""
         if cancelled:
             self._engine.abort_request([str(number) for number in cancelled])
-        found: list[tuple[int, Decoded | Exception]] = []
+        answers: list[tuple[int, Decoded | Exception]] = []
         for request in requests:
             try:
                 self._ask(request)
             except ValueError as error:
-                found.append((request.number, GenerationError(f"generate: vLLM refuses a request: {error}")))
+                answers.append((request.number, GenerationError(f"generate: vLLM refuses a request: {error}")))
         began = time.monotonic()
         while self._engine.has_unfinished_requests():
-            found += [(int(each.request_id), _answer(each, self._routed)) for each in self._engine.step()]
-            if tensor_parallel.tp_consensus(time.monotonic() - began > self._times * (_SOON if found else _LATEST)):
+            answers += [(int(output.request_id), _answer(output, self._routed)) for output in self._engine.step()]
+            if tensor_parallel.tp_consensus(time.monotonic() - began > self._times * (_SOON if answers else _LATEST)):
                 break
-        for number in [*cancelled, *(number for number, _ in found)]:
+        for number in [*cancelled, *(number for number, _ in answers)]:
             self._requests.pop(number, None)
-        return found
+        return answers
 
     def _ask(self, request: Request) -> None:
         self._requests[request.number] = request
@@ -195,11 +195,11 @@ def _shapes(folder: Path, tied: bool) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes of the weights in a folder."""
     from safetensors import safe_open
 
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
-    return {name: shape for name, shape in found.items() if not (tied and name == "lm_head.weight")}
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+    return {name: shape for name, shape in shapes.items() if not (tied and name == "lm_head.weight")}
 
 
 def _prepare_folder(model: Model, tokenizer: Any, scratch: Path) -> tuple[Path, tuple[int, ...]]:
@@ -242,7 +242,7 @@ def _start_engine(folder: Path, tokenizer: Path, model: Model, options: Mapping[
         values = ", ".join(f"{name}={value!r}" for name, value in options.items())
         raise ConfigError(f"vllm.sampler: {error}; it was given {values or 'none'} of vLLM's EngineArgs") from error
     except (ValueError, RuntimeError) as error:
-        room = _MORE if any(said in str(error) for said in _NO_ROOM) else ""
+        room = _MORE if any(text in str(error) for text in _NO_ROOM) else ""
         raise ModelError(f"vllm.sampler: vLLM refuses the model: {error}{room}") from error
 
 
@@ -262,8 +262,8 @@ def _answer(finished: Any, routed: RoutedExperts | None) -> Decoded | Exception:
 def _read_output(output: Any) -> Decoded:
     ids = [int(token) for token in output.token_ids]
     flat = output.logprobs
-    assert [flat.token_ids[at] for at in flat.start_indices] == ids  # The sampled token comes first.
-    logprobs = [flat.logprobs[at] for at in flat.start_indices]
+    assert [flat.token_ids[start] for start in flat.start_indices] == ids  # The sampled token comes first.
+    logprobs = [flat.logprobs[start] for start in flat.start_indices]
     versions = torch.empty(len(ids), dtype=torch.int64)
     for span in output.weight_versions:
         versions[span.start : span.end] = int(span.version)

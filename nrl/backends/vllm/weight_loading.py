@@ -86,8 +86,8 @@ def check_head(model: Any) -> None:
         return
     wide = head.weight.shape[1]
     columns = torch.linspace(0, wide - 1, min(_COLUMNS, wide)).long()
-    found = head.quant_method.apply(head, torch.nn.functional.one_hot(columns, wide).to(head.weight.dtype))
-    if not torch.equal(found, head.weight[:, columns].T):
+    outputs = head.quant_method.apply(head, torch.nn.functional.one_hot(columns, wide).to(head.weight.dtype))
+    if not torch.equal(outputs, head.weight[:, columns].T):
         raise WeightMismatch(
             "receive: the head is tied to the embeddings, and vLLM computes it from older ones: the layout of its "
             "weights is stale. Where nrl does not know this version of vLLM, give executable= one that it does"
@@ -105,7 +105,9 @@ def has_uniform_dtype(dtype: torch.dtype, model: torch.nn.Module) -> bool:
     ... )
     (False, True)
     """
-    return all(each.dtype == dtype for each in model.parameters() if each.ndim > 1 or not each.numel())
+    return all(
+        parameter.dtype == dtype for parameter in model.parameters() if parameter.ndim > 1 or not parameter.numel()
+    )
 
 
 def fingerprint(tensor: Tensor, dtype: torch.dtype) -> tuple[torch.Size, int]:
@@ -118,12 +120,12 @@ def fingerprint(tensor: Tensor, dtype: torch.dtype) -> tuple[torch.Size, int]:
 
 
 def check_loaded(fingerprints: Mapping[str, tuple[torch.Size, int]], dtype: torch.dtype, model: Any) -> None:
-    """Check that a model has the weights that came, bit by bit, where it keeps them as they are.
+    """Check bit by bit that a model has the new weights, where it keeps weights unchanged.
 
     Norms and embeddings stay as they are everywhere; other layers are merged, divided, or laid out for kernels.
 
     Args:
-        fingerprints: of weights that came.
+        fingerprints: of the new weights.
         dtype: of the fingerprints.
         model: vLLM's.
 
@@ -135,23 +137,23 @@ def check_loaded(fingerprints: Mapping[str, tuple[torch.Size, int]], dtype: torc
         if shape is None or parameter.dtype != dtype or parameter.ndim != len(shape) or len(parameter) < shape[0]:
             continue
         held = parameter[: shape[0]]  # embeddings may have more rows, which nobody reads
-        if held.shape == shape and (found := checksum(held)) != expected:
+        if held.shape == shape and (actual := checksum(held)) != expected:
             raise WeightMismatch(
-                f"receive: vLLM holds another '{name}' than the one that came (checksum {found}, and not {expected}). "
+                f"receive: vLLM holds another '{name}' than the one that came (checksum {actual}, and not {expected}). "
                 "Where nrl does not know this version of vLLM, give executable= one that it does"
             )
 
 
 def check_cache_reset(engine: Any) -> None:
-    """Check that no keys and values are left from which a prompt could go on; see `reset_cache`.
+    """Check that the cache has no keys and values of older weights; see `reset_cache`.
 
     Raises:
         WeightMismatch: some are left.
     """
     blocks = engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.blocks
-    if kept := sum(block.block_hash is not None for block in blocks):
+    if stale := sum(block.block_hash is not None for block in blocks):
         raise WeightMismatch(
-            f"receive: {kept} blocks of keys and values that were computed with older weights are stale, and vLLM "
+            f"receive: {stale} blocks of keys and values that were computed with older weights are stale, and vLLM "
             "would go on from them. Where nrl does not know this version of vLLM, give executable= one that it does"
         )
 

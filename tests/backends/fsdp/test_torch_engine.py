@@ -774,7 +774,7 @@ def test_what_is_published_is_what_the_state_holds(slots: Slots) -> None:
     assert publish(state.params, sampler) == 2
     assert_equal(sampler.weights, weights(state))
     module: Any = loading.build(Model(QWEN3, seed=5))
-    fill(full_shards(named_weights.weights(module)), bucket_of(sampler.weights), who="receive")
+    fill(full_shards(named_weights.weights(module)), bucket_of(sampler.weights), caller="receive")
     with torch.no_grad():
         close(stock_logprobs(module.eval(), batch_of(MIXED)), trainer.logprobs(state.params, batch_of(MIXED)).result())
 

@@ -335,7 +335,7 @@ def test_head_weight() -> None:
 
 
 def load(module: nn.Module, tensors: Mapping[str, Tensor], who: str = "receive") -> None:
-    fill(full_shards(named_weights.weights(module)), bucket_of(tensors), who=who)
+    fill(full_shards(named_weights.weights(module)), bucket_of(tensors), caller=who)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -105,23 +105,23 @@ def test_fused_and_tied_weights() -> None:
 
     senders = [fused(rank, 2) for rank in range(2)]
     for rank, (_, own) in enumerate(senders):
-        fill(own, [full_shard("q", q), full_shard("k", k), full_shard("v", v)], who="test")
+        fill(own, [full_shard("q", q), full_shard("k", k), full_shard("v", v)], caller="test")
         assert own["v"].tensor.equal(v[2 * rank : 2 * rank + 2])
     for rank in range(4):
         held, own = fused(rank, 4)
-        fill(own, [piece for _, pieces in senders for piece in pieces.values()], who="test")
+        fill(own, [piece for _, pieces in senders for piece in pieces.values()], caller="test")
         assert held.equal(torch.stack([q[rank], k[rank], v[rank]]))
     embedding = torch.zeros(2)
     tied = full_shards({"embed": embedding, "head": embedding})
     assert tied["embed"] is tied["head"]
-    fill(tied, [full_shard("head", torch.ones(2))], who="test")
+    fill(tied, [full_shard("head", torch.ones(2))], caller="test")
     assert embedding.equal(torch.ones(2))
     halves = [
         Piece(name, (2,), (slice(i, i + 1),), torch.full((1,), 2.0)) for i in (0, 1) for name in ("embed", "head")
     ]
-    fill(tied, halves, who="test")  # of both names, in turns
+    fill(tied, halves, caller="test")  # of both names, in turns
     with pytest.raises(ModelError, match=r"test: 'head' came twice with different values, or is tied to another"):
-        fill(tied, [*halves[:-1], attrs.evolve(halves[-1], tensor=torch.zeros(1))], who="test")
+        fill(tied, [*halves[:-1], attrs.evolve(halves[-1], tensor=torch.zeros(1))], caller="test")
 
 
 def test_what_is_missing_or_overlaps_is_said() -> None:
@@ -133,12 +133,12 @@ def test_what_is_missing_or_overlaps_is_said() -> None:
 
     b = full_shard("b", torch.ones(2))
     with pytest.raises(ModelError, match="test: 1 weights did not arrive: b; send all of them"):
-        fill(own(), [rows(0, 4)], who="test")
+        fill(own(), [rows(0, 4)], caller="test")
     for pieces in ([rows(0, 3), b], [rows(0, 3), rows(2, 4), b], [rows(0, 2), rows(1, 3), b]):
         with pytest.raises(ModelError, match="test: of a not every number came, or one came twice; the pieces"):
-            fill(own(), pieces, who="test")
+            fill(own(), pieces, caller="test")
     with pytest.raises(ModelError, match="test: the model has no weight 'c'"):
-        fill(own(), [full_shard("c", torch.ones(1))], who="test")
+        fill(own(), [full_shard("c", torch.ones(1))], caller="test")
     with pytest.raises(ModelError, match="weights: of a not every number came, or one came twice"):
         list(ShardAssembler().add([rows(0, 2), rows(1, 3)]))
     with pytest.raises(CorruptedTransfer, match="transfer: 'a' came from two processes; one has to speak for it"):

@@ -64,10 +64,10 @@ def test_a_view_is_found_and_each_number_comes_back_to_its_place(data: st.DataOb
     there = {name: full_shard(name, torch.full(view.shape, -1.0)) for name, view in views.items()}
     pieces = [piece for piece in split_for_files(mine, {"own": found}) if piece.tensor.numel()]
     assert all(piece.tensor.untyped_storage()._cdata == own.untyped_storage()._cdata for piece in pieces)
-    fill(there, pieces, who="test")
+    fill(there, pieces, caller="test")
     assert all(torch.equal(there[name].tensor, view) for name, view in views.items())
     again = torch.full_like(own, -1)
-    fill(map_to_files({"own": full_shard("own", again)}, {"own": found}), there.values(), who="test")
+    fill(map_to_files({"own": full_shard("own", again)}, {"own": found}), there.values(), caller="test")
     assert torch.equal(again, own)
 
 

@@ -15,12 +15,12 @@ _ALIGNED = 16  # bytes, as much as any dtype wants
 def copy_to_device[T](tree: T, device: torch.device) -> T:
     """Copy the tensors of a tree to a device.
 
-    They go there in one copy, from pinned memory that torch keeps for the next one. The host does not wait for it, so
-    on a GPU it plans a micro-batch while the one before computes.
+    All go in one copy, from pinned memory, which torch keeps for the next one. The host does not wait: on a GPU it
+    plans a micro-batch while the last one computes.
 
     Args:
-        tree: of tuples, dictionaries, named tuples and batches; what is not a tensor stays as it is.
-        device: that they are wanted on. On a CPU nothing is copied.
+        tree: of tuples, dictionaries, named tuples and batches; only its tensors are copied.
+        device: the target. On a CPU nothing is copied.
 
     >>> copy_to_device({"ids": torch.tensor([1, 2]), "rows": None}, torch.device("cpu"))
     {'ids': tensor([1, 2]), 'rows': None}
@@ -40,8 +40,8 @@ def pack_tensors(tree: Any, pinned: bool) -> tuple[Tensor, list[Tensor]]:
     """
     tensors = [x for x in _leaves(tree)[0] if _travels(x)]
     buffer = torch.empty(sum(map(_room, tensors)), dtype=torch.uint8, pin_memory=pinned)
-    for x, place in zip(tensors, buffer.split([_room(x) for x in tensors]), strict=True):
-        place[: x.nbytes].view(x.dtype).view(x.shape).copy_(x)
+    for x, room in zip(tensors, buffer.split([_room(x) for x in tensors]), strict=True):
+        room[: x.nbytes].view(x.dtype).view(x.shape).copy_(x)
     return buffer, tensors
 
 
@@ -54,14 +54,14 @@ def unpack_tensors[T](tree: T, tensors: list[Tensor], buffer: Tensor) -> T:
         buffer: a copy of that of `pack_tensors`, anywhere.
     """
     places = buffer.split([_room(x) for x in tensors])
-    there = iter([p[: x.nbytes].view(x.dtype).view(x.shape) for x, p in zip(tensors, places, strict=True)])
+    copies = iter([p[: x.nbytes].view(x.dtype).view(x.shape) for x, p in zip(tensors, places, strict=True)])
     leaves, form = _leaves(tree)
-    moved = [next(there) if _travels(x) else x.to(buffer.device) if isinstance(x, Tensor) else x for x in leaves]
-    found: T = tree_unflatten(moved, form)
-    for before, after in zip(_batches(tree), _batches(found), strict=True):
+    moved = [next(copies) if _travels(x) else x.to(buffer.device) if isinstance(x, Tensor) else x for x in leaves]
+    result: T = tree_unflatten(moved, form)
+    for before, after in zip(_batches(tree), _batches(result), strict=True):
         if before.is_locked:  # A loss may not write into a locked batch on any device.
             after.lock_()
-    return found
+    return result
 
 
 def _leaves(tree: Any) -> tuple[list[Any], Any]:

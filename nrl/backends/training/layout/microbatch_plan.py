@@ -36,13 +36,13 @@ __all__ = [
 
 
 class Outputs(NamedTuple):
-    """Outputs at some tokens of a batch, or for some of its rows.
+    """Outputs at tokens of a batch, or for rows of a batch.
 
     Args:
         values: ``[n, ...]`` each, on the device, by name.
         source: ``[n]`` int64, on the device: the token of the flattened batch that each value is for, or the row.
         shape: of the outputs of the whole batch, ``(*b, T)``, or ``(*b)`` for rows.
-        around: what a backward pass happens in, because it may compute layers again.
+        around: the context of a backward pass, which may compute layers again.
 
     >>> out = Outputs({"logprobs": torch.tensor([-2.0])}, torch.tensor([1]), torch.Size([1, 3]))
     >>> out.scatter(out.values["logprobs"])
@@ -56,8 +56,8 @@ class Outputs(NamedTuple):
 
     def scatter(self, values: Tensor) -> Tensor:
         """Return values in the shape of the batch, with zeros elsewhere."""
-        whole = values.new_zeros(self.shape.numel(), *values.shape[1:]).index_copy(0, self.source, values)
-        return whole.view(*self.shape, *values.shape[1:])
+        full = values.new_zeros(self.shape.numel(), *values.shape[1:]).index_copy(0, self.source, values)
+        return full.view(*self.shape, *values.shape[1:])
 
     def backward(self, gradients: Mapping[str, Tensor] | None) -> None:
         """Backpropagate gradients for the scattered values into the parameters; None: zeros."""
@@ -71,7 +71,7 @@ class Outputs(NamedTuple):
 
 
 def predicted_mask(batch: Batch) -> Tensor:
-    """Return ``[*b, T]`` bool: the tokens that have another one before them in their row.
+    """Return ``[*b, T]`` bool: the tokens with another token before them in their row.
 
     >>> predicted_mask(Batch({"input_ids": torch.tensor([[5, 6, 7]])}, batch_size=[1]))
     tensor([[False,  True,  True]])
@@ -96,18 +96,20 @@ def output_mask(batch: Batch, head: str) -> Tensor:
 
 def read_mask(batch: Batch, head: str, everywhere: bool) -> Tensor:
     """Return ``[*b, T]`` bool: the tokens of `output_mask` that a loss reads: all, or those of ``loss_mask``."""
-    every = output_mask(batch, head)
-    return every if everywhere or head == "reward" or "loss_mask" not in batch.keys() else every & batch["loss_mask"]
+    outputs = output_mask(batch, head)
+    return (
+        outputs if everywhere or head == "reward" or "loss_mask" not in batch.keys() else outputs & batch["loss_mask"]
+    )
 
 
-def find_skipped(batch: Batch, wanted: Tensor, head: str) -> Tensor:
-    """Return ``[k]`` int64, the indices of the flattened outputs that are skipped because they are not wanted.
+def find_skipped(batch: Batch, computed: Tensor, head: str) -> Tensor:
+    """Return ``[k]`` int64, the indices of the flattened outputs that are not computed.
 
     >>> batch = Batch({"input_ids": torch.tensor([[5, 6, 7]])}, batch_size=[1])
     >>> find_skipped(batch, torch.tensor([[False, True, False]]), "lm")
     tensor([2])
     """
-    return torch.nonzero((output_mask(batch, head) & ~wanted).flatten())[:, 0]
+    return torch.nonzero((output_mask(batch, head) & ~computed).flatten())[:, 0]
 
 
 class Plan(NamedTuple):
@@ -115,7 +117,7 @@ class Plan(NamedTuple):
 
     Args:
         inputs: of the body of the model, on the CPU.
-        rows: of packed tokens; None: they are padded.
+        rows: of packed tokens; None: tokens are padded.
         places: ``[n]`` int64, the tokens of the flattened inputs whose hidden states are read; None: no forward.
         targets: ``[n]`` or ``[n, k]`` int64, for each column of ids whose log-probabilities are wanted.
         columns: ``[n, ...]``, what functions of logits read, by column.
@@ -165,15 +167,15 @@ def plan(
     Args:
         batch: on the CPU, where all indices are computed.
         wanted: ``[*b, T]`` bool, within `predicted_mask`; for rewards, within `last_mask`.
-        packing: how the tokens are laid out flat; None: they are not, for the model's own padded forward.
+        packing: the flat layout of the tokens; None: rows are padded, for the model's own forward.
         words: how many tokens the model knows.
         needs: the names of the outputs.
-        always: send a token through the model even where none is wanted, so that the collectives are those of any other
-            micro-batch. It has no outputs, and its gradient is exactly 0.
-        routers: what replays the column ``routes``, if the batch has one; None: nothing does.
+        always: send a token through the model even if no output is wanted, to make the collectives of any other
+            micro-batch. The token has no outputs, and its gradient is exactly 0.
+        routers: replay the column ``routes``, if the batch has one; None: the trainer cannot.
 
     Raises:
-        BatchError: a token that the model does not know, a route that it cannot take, or too many logits.
+        BatchError: a token outside the vocabulary, an impossible route, or too many logits.
 
     >>> batch = Batch({"input_ids": torch.tensor([[5, 6, 7]])}, batch_size=[1])
     >>> found = plan(batch, torch.tensor([[False, True, False]]), Rectangles, words=8)
@@ -197,8 +199,8 @@ def plan(
         _check_known(name, targets[name], words)
     temperature = None
     if "temperature" in batch.keys() and not of_rows:
-        each = batch["temperature"].flatten()[source // ids.shape[-1]]
-        temperature = torch.where(each == 0, 1.0, each)
+        temperatures = batch["temperature"].flatten()[source // ids.shape[-1]]
+        temperature = torch.where(temperatures == 0, 1.0, temperatures)
     return Plan(
         inputs=laid.inputs,
         rows=laid.rows,
@@ -219,7 +221,7 @@ def columns_at(batch: Batch, needs: Collection[str], source: Tensor) -> dict[str
 
     Args:
         batch: has the columns, per token or per row.
-        needs: names of outputs, among them those with functions.
+        needs: names of outputs, functions of logits among them.
         source: ``[n]`` int64.
 
     Raises:
@@ -241,11 +243,11 @@ LOGITS_BYTES = 8 * 2**30
 """The most bytes that the logits of a micro-batch, or of a forward, may take in float32; a step holds several such."""
 
 
-def check_room(what: str, tokens: int, words: int, remedy: str) -> None:
+def check_room(subject: str, tokens: int, words: int, remedy: str) -> None:
     """Check that logits of all tokens are not more than a device holds.
 
     Args:
-        what: the logits, in the error.
+        subject: the logits, in the error.
         tokens: their number, with padding.
         words: of the model.
         remedy: how to have fewer tokens.
@@ -258,7 +260,7 @@ def check_room(what: str, tokens: int, words: int, remedy: str) -> None:
     size = 4 * tokens * words
     if size > LOGITS_BYTES:
         raise BatchError(
-            f"{what}: {tokens:,} tokens by {words:,} words take {size / 2**30:.1f} GiB, and at most "
+            f"{subject}: {tokens:,} tokens by {words:,} words take {size / 2**30:.1f} GiB, and at most "
             f"{LOGITS_BYTES / 2**30:g} GiB are computed; {remedy}, or compute the numbers that are needed chunk by "
             "chunk: @needs(nrl.algos.from_logits(fn))"
         )
@@ -299,16 +301,16 @@ def _lay_out(batch: Batch, packing: Packing | None, ends: Tensor, places: Tensor
     if packing is None:
         return _lay_out_padded(batch, ends, places, always)
     tokens = pack(batch, packing=packing, ends=ends, share=None)
-    at: Tensor | None = tokens.place[places]
+    indices: Tensor | None = tokens.place[places]
     source, rows = tokens.source, tokens.rows
     read = rows.real if isinstance(rows, Rectangles) else torch.ones_like(source, dtype=torch.bool)
     computed = int(read.sum())
     if len(source) == 0:
-        one = Batch({"input_ids": _ONE[None]}, batch_size=[1])
-        tokens, at = pack(one, packing=packing), at if always else None
+        single = Batch({"input_ids": _ONE[None]}, batch_size=[1])
+        tokens, indices = pack(single, packing=packing), indices if always else None
         source, read = _ONE, _ONE.bool()
     inputs = {"input_ids": tokens.input_ids[None], "position_ids": tokens.position_ids[None]}
-    return _TokenLayout(inputs, tokens.rows, at, source, read, computed, int(ends.sum()) - computed)
+    return _TokenLayout(inputs, tokens.rows, indices, source, read, computed, int(ends.sum()) - computed)
 
 
 def _lay_out_padded(batch: Batch, ends: Tensor, places: Tensor, always: bool) -> _TokenLayout:
@@ -317,13 +319,13 @@ def _lay_out_padded(batch: Batch, ends: Tensor, places: Tensor, always: bool) ->
     width, sizes = ids.shape[-1], lengths(batch).flatten()
     rows = torch.nonzero(ends.flatten())[:, 0]  # a row without any token has no softmax
     if len(rows) == 0:
-        one = {"input_ids": _ONE[None], "attention_mask": _ONE[None] + 1}
-        return _TokenLayout(one, None, places if always else None, _ONE, _ONE.bool())
+        single = {"input_ids": _ONE[None], "attention_mask": _ONE[None] + 1}
+        return _TokenLayout(single, None, places if always else None, _ONE, _ONE.bool())
     column = torch.arange(width)
     mask = column < sizes[rows, None]
-    place = torch.zeros(len(ids), dtype=torch.int64)
-    place[rows] = torch.arange(len(rows))
-    at = place[places // width] * width + places % width
+    row_index = torch.zeros(len(ids), dtype=torch.int64)
+    row_index[rows] = torch.arange(len(rows))
+    indices = row_index[places // width] * width + places % width
     tokens, read = (rows[:, None] * width + column).flatten(), (column < ends.flatten()[rows, None]).flatten()
     inputs = {"input_ids": ids[rows], "attention_mask": mask.long()}
-    return _TokenLayout(inputs, None, at, tokens, read, int(mask.sum()))
+    return _TokenLayout(inputs, None, indices, tokens, read, int(mask.sum()))

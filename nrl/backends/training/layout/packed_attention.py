@@ -43,8 +43,8 @@ class RectangleAttention:
             if block.after is not None:
                 before = (x.index_select(0, block.after.row) for x in earlier[block.after.block])
                 k, v = (torch.cat(pair, 2) for pair in zip(before, (k, v), strict=True))
-            here = None if window is None or window >= k.shape[2] else window
-            outputs.append(self._one(q, k, v, number, here, scaling).transpose(1, 2).flatten(0, 1))
+            block_window = None if window is None or window >= k.shape[2] else window
+            outputs.append(self._one(q, k, v, number, block_window, scaling).transpose(1, 2).flatten(0, 1))
         return torch.cat(outputs)
 
     def _one(self, q: Tensor, k: Tensor, v: Tensor, number: int, window: int | None, scaling: float | None) -> Tensor:
@@ -90,18 +90,18 @@ class RectangleAttention:
         return self._biases[key]
 
     def _visible_keys(self, block: Block, window: int | None) -> Tensor:
-        own = torch.ones(block.width, block.width, dtype=torch.bool, device=self.device).tril()
+        causal = torch.ones(block.width, block.width, dtype=torch.bool, device=self.device).tril()
         if window is not None:
-            own &= ~own.tril(-window)
+            causal &= ~causal.tril(-window)
         if block.after is None:
-            return own.expand(block.rows, 1, -1, -1)
+            return causal.expand(block.rows, 1, -1, -1)
         length = block.after.length[:, None, None, None]
         column = torch.arange(self.blocks[block.after.block].width, device=self.device)
         before = column < length
         if window is not None:
             position = length + torch.arange(block.width, device=self.device)[:, None]
             before = before & (position - column < window)
-        return torch.cat([x.expand(block.rows, 1, block.width, -1) for x in (before, own)], -1)
+        return torch.cat([x.expand(block.rows, 1, block.width, -1) for x in (before, causal)], -1)
 
 
 class SequenceAttention:
@@ -120,14 +120,14 @@ class SequenceAttention:
     @cached_property
     def query_lengths(self) -> list[int]:
         """The number of queries of each row: its own tokens."""
-        found: list[int] = self.rows.cu_seqlens_q.diff().tolist()
-        return found
+        lengths: list[int] = self.rows.cu_seqlens_q.diff().tolist()
+        return lengths
 
     @cached_property
     def key_lengths(self) -> list[int]:
         """The number of keys of each row: the tokens that it sees."""
-        found: list[int] = self.rows.cu_seqlens_k.diff().tolist()
-        return found
+        lengths: list[int] = self.rows.cu_seqlens_k.diff().tolist()
+        return lengths
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float | None) -> Tensor:
         """``query`` ``[H, N, D]``, ``key`` and ``value`` ``[h, N, D]``; returns ``[N, H, D]``."""
@@ -146,10 +146,10 @@ class SequenceAttention:
 
     def _one(self, q: Tensor, k: Tensor, v: Tensor, window: int | None, scaling: float | None) -> Tensor:
         """Attend in one row: ``[1, H, queries, D]`` against keys ``[1, h, keys, D]``."""
-        own, seen = q.shape[2], k.shape[2]
-        window = None if window is None or window >= seen else window
-        causal = window is None and own == seen
-        bias = None if causal else self._bias(window, q.dtype)[-own:, -seen:]
+        queries, keys = q.shape[2], k.shape[2]
+        window = None if window is None or window >= keys else window
+        causal = window is None and queries == keys
+        bias = None if causal else self._bias(window, q.dtype)[-queries:, -keys:]
         return scaled_dot_product_attention(
             q, k, v, attn_mask=bias, is_causal=causal, scale=scaling, enable_gqa=k.shape[1] != q.shape[1]
         )
@@ -160,23 +160,23 @@ class SequenceAttention:
             wide = [
                 (q, k) for q, k in zip(self.query_lengths, self.key_lengths, strict=True) if q < k or window is not None
             ]
-            own, seen = (max(sizes) for sizes in zip(*wide, strict=True))
-            position = torch.arange(seen - own, seen, device=self.device)[:, None]
-            ahead = position - torch.arange(seen, device=self.device)  # how far the query is ahead of the key
+            queries, keys = (max(sizes) for sizes in zip(*wide, strict=True))
+            position = torch.arange(keys - queries, keys, device=self.device)[:, None]
+            ahead = position - torch.arange(keys, device=self.device)  # how far the query is ahead of the key
             hidden = (ahead < 0) if window is None else (ahead < 0) | (ahead >= window)
-            bias = torch.zeros(own, seen, dtype=dtype, device=self.device)
+            bias = torch.zeros(queries, keys, dtype=dtype, device=self.device)
             self._biases[window, dtype] = bias.masked_fill_(hidden, -torch.inf)
         return self._biases[window, dtype]
 
 
-def choose_packing(device: torch.device, packing: Packing | None, dtype: str, who: str) -> Packing | None:
+def choose_packing(device: torch.device, packing: Packing | None, dtype: str, caller: str) -> Packing | None:
     """Return the form of rows on a device: on a GPU, the one that its kernel for 16-bit numbers takes.
 
     Args:
         device: of the model.
         packing: that was asked for.
         dtype: of the model.
-        who: asks, for a warning.
+        caller: asks, for a warning.
 
     >>> choose_packing(torch.device("cpu"), Rectangles, "bfloat16", "me").__name__
     'Rectangles'
@@ -188,7 +188,7 @@ def choose_packing(device: torch.device, packing: Packing | None, dtype: str, wh
     if dtype == "bfloat16":
         return Sequences
     warnings.warn(
-        f"{who}: the model is in {dtype}, and attention has a fast kernel on a GPU for 16-bit numbers alone. "
+        f"{caller}: the model is in {dtype}, and attention has a fast kernel on a GPU for 16-bit numbers alone. "
         "Without it one runs for each block, and where rows share a beginning, or a layer has a window, it holds all "
         "scores, of rows x heads x tokens x tokens. Train with Model(..., dtype='bfloat16')",
         UserWarning,

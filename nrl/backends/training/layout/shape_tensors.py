@@ -35,10 +35,10 @@ def needs_numbers(error: Exception) -> bool:
 
 
 class ShapeTensor(Tensor):
-    """A float32 tensor on the CPU that has no numbers; what is computed with it has none either.
+    """A float32 tensor on the CPU without numbers; results computed with it have no numbers either.
 
     Args:
-        shape: that it has.
+        shape: of the tensor.
 
     Raises:
         NoNumbers: where its numbers are looked at, by ``item()`` or an ``if``, or where torch knows no shape without
@@ -74,11 +74,11 @@ class ShapeTensor(Tensor):
 
 
 def _wrap(meta: Tensor) -> ShapeTensor:
-    made: ShapeTensor = Tensor._make_wrapper_subclass(
+    wrapper: ShapeTensor = Tensor._make_wrapper_subclass(
         ShapeTensor, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=torch.device("cpu")
     )
-    made._meta = meta
-    return made
+    wrapper._meta = meta
+    return wrapper
 
 
 def _indices(index: Tensor | None) -> tuple[Tensor | None, ...]:

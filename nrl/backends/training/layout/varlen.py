@@ -42,11 +42,11 @@ def attention(
     """
     check_kernel(rows, query, key, value)
     sizes = rows.max_seqlen_q, rows.max_seqlen_k
-    left = -1 if window is None else window - 1
-    found: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-        query, key, value, rows.keys, rows.cu_seqlens_q, rows.cu_seqlens_k, sizes, (left, 0), scaling
+    lookback = -1 if window is None else window - 1
+    result: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
+        query, key, value, rows.keys, rows.cu_seqlens_q, rows.cu_seqlens_k, sizes, (lookback, 0), scaling
     )
-    return found
+    return result
 
 
 def check_kernel(rows: Sequences, query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -54,7 +54,7 @@ def check_loss_is_additive(
         loss: any.
         batch: the whole one.
         weights: from `global_weights`.
-        always: outputs that every loss gets, in addition to those that it asks for.
+        always: outputs of every loss, in addition to its needs.
         widths: as `nrl.algos.output_shape` takes them. Where the loss reads such outputs, a few short rows are checked.
             Functions of logits are checked if V is among them.
 
@@ -63,7 +63,7 @@ def check_loss_is_additive(
 
     Raises:
         NoGradient: the loss depends on no output.
-        WeightError: the loss, or a function of logits that it needs, breaks the law.
+        WeightError: the loss, or a function of logits in its needs, is not additive over rows.
         TypeError: a function of logits returned something of another shape than it declared.
 
     >>> from nrl.algos import sft_loss
@@ -75,25 +75,25 @@ def check_loss_is_additive(
     name, outputs = name_of(loss), {*always, *needed(loss)}
     _check_functions(name, outputs, batch, widths)
     if large := [widths[output] for output in outputs if output in widths]:
-        some = _pick_rows(batch)
-        tokens = max(some["input_ids"][:1].numel(), _NUMBERS // max(large))
-        batch = max(microbatches(some, max_tokens=tokens), key=len)
+        sample = _pick_rows(batch)
+        tokens = max(sample["input_ids"][:1].numel(), _NUMBERS // max(large))
+        batch = max(microbatches(sample, max_tokens=tokens), key=len)
         if len(batch) < 2:
             return False
         weights = global_weights(loss, batch, always=always, widths=widths)
     wide = pad(batch, batch["input_ids"].shape[-1] + 1)
     with torch.no_grad():
-        whole = call_loss(loss, wide, _draw_outputs(outputs, wide, 0, widths))
-    check_terms(name, whole, weights)
-    check_weights(name, {key: float(term.weight) for key, term in whole.items()}, weights)
+        full_terms = call_loss(loss, wide, _draw_outputs(outputs, wide, 0, widths))
+    check_terms(name, full_terms, weights)
+    check_weights(name, {key: float(term.weight) for key, term in full_terms.items()}, weights)
     if len(batch) < 2:
         return False
     halves = [global_weights(loss, half, always=always, widths=widths) for half in shard(batch, 2)]
     for half in halves:
         check_terms(name, half, weights)
     check_weights(name, {key: sum(half[key] for half in halves) for key in weights}, weights)
-    some = _pick_rows(batch)
-    return len(some) > 1 and all(_is_additive(loss, some, weights, outputs, seed, widths) for seed in range(_DRAWS))
+    sample = _pick_rows(batch)
+    return len(sample) > 1 and all(_is_additive(loss, sample, weights, outputs, seed, widths) for seed in range(_DRAWS))
 
 
 def _check_functions(name: str, outputs: Collection[str], batch: Batch, widths: Mapping[str, int]) -> None:
@@ -105,14 +105,14 @@ def _check_functions(name: str, outputs: Collection[str], batch: Batch, widths: 
     logits = 3 * torch.randn(len(tokens), widths["logits"], generator=torch.Generator().manual_seed(0))
     columns = columns_at(batch, functions, tokens)
     for output in functions:
-        given = [columns[column] for column in output.columns]
+        inputs = [columns[column] for column in output.columns]
         with torch.no_grad():
-            together = call_on(output, logits, given).double()
-            alone = [call_on(output, logits[n : n + 1], [x[n : n + 1] for x in given]) for n in range(len(tokens))]
-        for n, one in enumerate(alone):
-            if not torch.allclose(one[0].double(), together[n], rtol=_CLOSE, atol=_CLOSE, equal_nan=True):
+            together = call_on(output, logits, inputs).double()
+            alone = [call_on(output, logits[n : n + 1], [x[n : n + 1] for x in inputs]) for n in range(len(tokens))]
+        for n, single in enumerate(alone):
+            if not torch.allclose(single[0].double(), together[n], rtol=_CLOSE, atol=_CLOSE, equal_nan=True):
                 raise WeightError(
-                    f"{name}: {output} is {one[0].tolist()} for a token alone, but {together[n].tolist()} among "
+                    f"{name}: {output} is {single[0].tolist()} for a token alone, but {together[n].tolist()} among "
                     f"{len(tokens)} tokens. A function of logits treats each token alone, as its tokens are those of a "
                     "chunk; let the loss compute statistics over the tokens of a row"
                 )
@@ -134,7 +134,7 @@ def _draw_outputs(outputs: Collection[str], batch: Batch, seed: int, widths: Map
     Each row has a scale of its own, within a factor of 16, and numbers with a long tail. So any two halves of the rows
     have different means, deviations and maxima.
     """
-    draw, found = torch.Generator().manual_seed(seed), {}
+    draw, outputs_by_name = torch.Generator().manual_seed(seed), {}
     for key in sorted(outputs):
         x = torch.empty(output_shape(key, batch, widths)).exponential_(generator=draw)
         per_row = (len(batch), *[1] * (x.ndim - 1))
@@ -144,10 +144,10 @@ def _draw_outputs(outputs: Collection[str], batch: Batch, seed: int, widths: Map
         elif output_kind(key) != "entropy":
             x = torch.where(torch.rand(per_row, generator=draw) < 0.5, -x, x)
         if x.ndim > batch.ndim:
-            there = torch.arange(x.shape[batch.ndim]) < lengths(batch).unsqueeze(-1)
-            x = x * there.view(*there.shape, *[1] * (x.ndim - there.ndim))
-        found[key] = x.to(batch["input_ids"].device)
-    return found
+            present = torch.arange(x.shape[batch.ndim]) < lengths(batch).unsqueeze(-1)
+            x = x * present.view(*present.shape, *[1] * (x.ndim - present.ndim))
+        outputs_by_name[key] = x.to(batch["input_ids"].device)
+    return outputs_by_name
 
 
 def _is_additive(
@@ -167,27 +167,29 @@ def _is_additive(
     wide = pad(batch, 2 * batch["input_ids"].shape[-1])
     longer = _draw_outputs(outputs, wide, seed, widths)
     drawn = {key: _cut_to_width(x, batch) for key, x in longer.items()}
-    whole, slopes = _differentiate(loss, batch, weights, drawn)
+    full_terms, full_gradients = _differentiate(loss, batch, weights, drawn)
     halves = [
         _differentiate(loss, half, weights, {key: x[rows] for key, x in drawn.items()})
         for half, rows in zip(parts, parts.rows, strict=True)
     ]
     padded, with_padding = _differentiate(loss, wide, weights, longer)
-    for terms, found in [(whole, slopes), (padded, with_padding), *halves]:
-        if not all(bool(x.isfinite().all()) for x in [*found.values(), *(term.total for term in terms.values())]):
+    for terms, gradients in [(full_terms, full_gradients), (padded, with_padding), *halves]:
+        if not all(bool(x.isfinite().all()) for x in [*gradients.values(), *(term.total for term in terms.values())]):
             return False  # a later check has a better error for that
-    if not slopes:
+    if not full_gradients:
         raise no_gradient(f"train_step({name})")
-    for key, term in whole.items():
+    for key, term in full_terms.items():
         total, added = float(term.total), [float(terms[key].total) for terms, _ in halves]
         if abs(sum(added) - total) > 1e-3 * (sum(map(abs, added)) + abs(total)):  # rows may cancel
             raise WeightError(
                 f"{name}: the total of term '{key}' is {total:g} on {len(batch)} rows, but {sum(added):g} added up "
                 f"over their halves. A total must be a sum over rows: {_RATHER}"
             )
-    for key, expected in slopes.items():
-        for rows, (_, found) in zip(parts.rows, halves, strict=True):
-            _compare(name, key, expected[rows], found[key], _CLOSE, f"among {len(batch)} rows", "among half of them")
+    for key, expected in full_gradients.items():
+        for rows, (_, gradients) in zip(parts.rows, halves, strict=True):
+            _compare(
+                name, key, expected[rows], gradients[key], _CLOSE, f"among {len(batch)} rows", "among half of them"
+            )
         _compare(
             name, key, expected, _cut_to_width(with_padding[key], batch), _ROUGHLY, "as it is", "with more padding"
         )
@@ -199,15 +201,17 @@ def _cut_to_width(x: Tensor, batch: Batch) -> Tensor:
     return x.narrow(batch.ndim, 0, batch["input_ids"].shape[-1]) if x.ndim > batch.ndim else x
 
 
-def _compare(name: str, output: str, one: Tensor, other: Tensor, allowed: float, where: str, there: str) -> None:
+def _compare(
+    name: str, output: str, expected: Tensor, actual: Tensor, allowed: float, where: str, elsewhere: str
+) -> None:
     """Check that gradients are the same, relative to the largest of their row."""
-    a, b = one.reshape(len(one), -1), other.reshape(len(other), -1)
-    apart = (a - b).abs() - allowed * torch.maximum(a.abs(), b.abs()).amax(1, keepdim=True)
-    if bool((apart > 1e-30).any()):  # rounding may change smaller numbers by any factor
-        x, y = (float(each.flatten()[apart.argmax()]) for each in (a, b))
+    a, b = expected.reshape(len(expected), -1), actual.reshape(len(actual), -1)
+    excess = (a - b).abs() - allowed * torch.maximum(a.abs(), b.abs()).amax(1, keepdim=True)
+    if bool((excess > 1e-30).any()):  # rounding may change smaller numbers by any factor
+        x, y = (float(gradients.flatten()[excess.argmax()]) for gradients in (a, b))
         raise WeightError(
-            f"{name}: the gradient for {output} of a row is {x:g} {where}, but {y:g} {there}. What a loss makes of a "
-            f"row must not depend on other rows or on padding: {_RATHER}"
+            f"{name}: the gradient for {output} of a row is {x:g} {where}, but {y:g} {elsewhere}. What a loss makes of "
+            f"a row must not depend on other rows or on padding: {_RATHER}"
         )
 
 
@@ -223,5 +227,5 @@ def _differentiate(
     detached = {key: Mean(*(x.detach() for x in term)) for key, term in terms.items()}
     if not total.requires_grad:
         return detached, {}
-    found = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
-    return detached, dict(zip(leaves, found, strict=True))
+    gradients = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
+    return detached, dict(zip(leaves, gradients, strict=True))

@@ -62,10 +62,10 @@ _RESULT = (
 )
 
 
-def no_gradient(who: str) -> NoGradient:
+def no_gradient(caller: str) -> NoGradient:
     """Return the error of a loss that depends on no output."""
     return NoGradient(
-        f"{who}: the loss has no gradient: no term of it depends on an output of the model, so nothing was changed. "
+        f"{caller}: the loss has no gradient: no term of it depends on an output of the model, so nothing was changed. "
         "Compute it from out['logprobs'] or another output, without detach(), item(), numpy or torch.no_grad() on the "
         "way; only metrics may be detached"
     )
@@ -126,9 +126,9 @@ def _checked_terms(name: str, terms: dict[str, Mean]) -> dict[str, Mean]:
     for key, term in terms.items():
         for part, value in zip(term._fields, term, strict=True):
             if not isinstance(value, Tensor) or value.ndim != 0:
-                found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                kind = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise LossResultError(
-                    f"{name}: the {part} of term '{key}' is {found}; it must be a scalar tensor, a sum over rows"
+                    f"{name}: the {part} of term '{key}' is {kind}; it must be a scalar tensor, a sum over rows"
                 )
     return terms
 
@@ -170,12 +170,12 @@ def global_weights(
         loss: any.
         batch: the whole one.
         fill: the value of all outputs.
-        always: outputs that every loss gets, in addition to those that it asks for.
+        always: outputs of every loss, in addition to its needs.
         widths: as `nrl.algos.output_shape` takes them.
 
     Raises:
         MissingColumn: the loss reads a column that the batch does not have.
-        MissingOutput: the loss reads an output that it did not ask for.
+        MissingOutput: the loss reads an output outside its needs.
 
     >>> from nrl.algos import sft_loss
     >>> mask = torch.tensor([[False, True, True]])
@@ -191,13 +191,15 @@ def global_weights(
         except Exception as error:
             if not needs_numbers(error):  # a loss that looks at the numbers of its outputs gets some below
                 raise
-    most = _NUMBERS // max(large) if large else _PLACES
-    if batch["input_ids"].numel() > most:
+    limit = _NUMBERS // max(large) if large else _PLACES
+    if batch["input_ids"].numel() > limit:
         widest = batch["input_ids"][0].numel()
-        parts = microbatches(batch, max_tokens=max(widest, most))
-        found = [_weights(loss, part, _fill_outputs(part, fill, needs, widths)) for part in parts]
-        sums = {key: sum(weights.get(key, math.nan) for weights in found) for key in found[0]}
-        exact = all(x.is_integer() and abs(x) < _EXACT for weights in (*found, sums) for x in weights.values())
+        parts = microbatches(batch, max_tokens=max(widest, limit))
+        weights_of_parts = [_weights(loss, part, _fill_outputs(part, fill, needs, widths)) for part in parts]
+        sums = {key: sum(weights.get(key, math.nan) for weights in weights_of_parts) for key in weights_of_parts[0]}
+        exact = all(
+            x.is_integer() and abs(x) < _EXACT for weights in (*weights_of_parts, sums) for x in weights.values()
+        )
         if large or exact:
             return sums
     return _weights(loss, batch, _fill_outputs(batch, fill, needs, widths))
@@ -223,7 +225,7 @@ def call_loss(loss: Loss, batch: Batch, outputs: Mapping[str, Tensor]) -> dict[s
 
     Raises:
         MissingColumn: the loss reads a column that the batch does not have.
-        MissingOutput: the loss reads an output that it did not ask for.
+        MissingOutput: the loss reads an output outside its needs.
     """
     name, out = name_of(loss), TensorDict(dict(outputs), batch_size=batch.batch_size)
     try:
@@ -261,8 +263,8 @@ def call_loss(loss: Loss, batch: Batch, outputs: Mapping[str, Tensor]) -> dict[s
                 if missing[1] not in LOGPROBS
                 else f"{name} reads logprobs, which only a model with head='lm' computes"
             ) from error
-        known = COLUMNS.get(missing[1])
-        hint = known.hint if known else f"Add it with assign(batch, {missing[1]}=...)."
+        column = COLUMNS.get(missing[1])
+        hint = column.hint if column else f"Add it with assign(batch, {missing[1]}=...)."
         if missing[1] in out.keys():
             hint = f"'{missing[1]}' is an output of the model: a loss is called with (out, batch), in this order."
         raise MissingColumn(name, missing[1], sorted(map(str, batch.keys())), hint) from error
@@ -270,7 +272,7 @@ def call_loss(loss: Loss, batch: Batch, outputs: Mapping[str, Tensor]) -> dict[s
 
 
 def check_terms(name: str, seen: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Compare the names of terms of a call with those that the driver knows.
+    """Compare the names of the terms of a call with the driver's.
 
     Raises:
         WeightError: they differ.
@@ -283,16 +285,16 @@ def check_terms(name: str, seen: Mapping[str, Any], expected: Mapping[str, Any])
 
 
 def check_weights(name: str, seen: Mapping[str, float], expected: Mapping[str, float]) -> None:
-    """Compare the weights of the real calls, added up, with those that the driver learned.
+    """Compare the weights of the real calls, added up, with the driver's.
 
     Raises:
-        WeightError: they differ, so the loss's weight depends on more than the rows of the batch.
+        WeightError: the weights differ: the loss's weight depends on more than the rows of the batch.
     """
     for key, weight in expected.items():
-        found = seen.get(key, 0.0)
-        if not abs(found - weight) <= _RELATIVE * max(abs(found), abs(weight)):
+        total = seen.get(key, 0.0)
+        if not abs(total - weight) <= _RELATIVE * max(abs(total), abs(weight)):
             raise WeightError(
-                f"{name}: the weight of term '{key}' is {weight:g} on the whole batch, but {found:g} added up over its "
+                f"{name}: the weight of term '{key}' is {weight:g} on the whole batch, but {total:g} added up over its "
                 "parts or on other outputs. A weight must be a sum over rows of the batch alone: aggregate with "
                 "token_mean, seq_mean or seq_sum (a mean of means is not, nor a count that the output selects)"
             )

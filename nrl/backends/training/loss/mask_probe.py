@@ -38,8 +38,8 @@ class MaskProbe:
             undo: discards the sums of a call that returned None.
         """
         seen = self._losses.get(id(loss)) is loss
-        parts, curious = even_out(peers, f"train_step({name_of(loss)})", microbatches, seen)
-        if not any(curious):
+        parts, reads_masked = even_out(peers, f"train_step({name_of(loss)})", microbatches, seen)
+        if not any(reads_masked):
             metrics = compute(parts, False)
             if metrics is not None:
                 return metrics

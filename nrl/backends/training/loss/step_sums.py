@@ -27,13 +27,13 @@ _SEEN = "weight of "
 
 
 def even_out(
-    peers: ProcessGroup, who: str, microbatches: Iterable[Batch], value: bool = False
+    peers: ProcessGroup, caller: str, microbatches: Iterable[Batch], value: bool = False
 ) -> tuple[list[Batch], list[bool]]:
     """Fill up the micro-batches of this process with `IDLE` ones, as all processes meet in each of them.
 
     Args:
         peers: the processes.
-        who: how errors name the caller.
+        caller: how errors name the caller.
         microbatches: of this process.
         value: for the other processes.
 
@@ -43,12 +43,12 @@ def even_out(
     Raises:
         Exception: what reading them raised in any process.
     """
-    held, parts = DeferredError(peers), list[Batch]()
-    with held.capture():
+    deferred, parts = DeferredError(peers), list[Batch]()
+    with deferred.capture():
         parts = list(microbatches)
-    found = held.gather_or_raise(who, (len(parts), value))
-    most = max(length for length, _ in found)
-    return parts + [IDLE] * (most - len(parts)), [value for _, value in found]
+    gathered = deferred.gather_or_raise(caller, (len(parts), value))
+    count = max(length for length, _ in gathered)
+    return parts + [IDLE] * (count - len(parts)), [value for _, value in gathered]
 
 
 class StepSums:
@@ -92,24 +92,24 @@ class StepSums:
             batch: their rows, on the device.
             left_out: ``[k]`` int64, the tokens of the flattened batch whose outputs have not been computed.
         """
-        found = value_and_grad(self._loss, self._name, outputs, batch, self._weights)
-        self._differentiable |= found.differentiable
+        result = value_and_grad(self._loss, self._name, outputs, batch, self._weights)
+        self._differentiable |= result.differentiable
         if len(left_out):
-            self._trusted &= ignores(self._loss, self._name, outputs, batch, self._weights, left_out, found)
-        terms = {f"loss/{key}": term for key, term in found.terms.items()} if len(found.terms) > 1 else {}
-        seen = {_SEEN + key: Sum(term.weight.double()) for key, term in found.terms.items()}
-        self._sums = merge(self._sums, found.metrics | terms | seen | {"loss": Sum(found.loss)})
-        return found.gradients
+            self._trusted &= ignores(self._loss, self._name, outputs, batch, self._weights, left_out, result)
+        terms = {f"loss/{key}": term for key, term in result.terms.items()} if len(result.terms) > 1 else {}
+        seen = {_SEEN + key: Sum(term.weight.double()) for key, term in result.terms.items()}
+        self._sums = merge(self._sums, result.metrics | terms | seen | {"loss": Sum(result.loss)})
+        return result.gradients
 
     def reduce_all(
-        self, held: DeferredError, microbatches: Sequence[Batch], works: Sequence[Plan], read: int
+        self, deferred: DeferredError, microbatches: Sequence[Batch], plans: Sequence[Plan], read: int
     ) -> Metrics | None:
         """Compute the sums over all processes; None: the loss reads outputs that were skipped. A collective.
 
         Args:
-            held: with the error of this process, if it has one.
+            deferred: with the error of this process, if it has one.
             microbatches: of this process.
-            works: the plan of each.
+            plans: the plan of each.
             read: how many outputs the loss has got in this process.
 
         Raises:
@@ -119,47 +119,47 @@ class StepSums:
             WeightError: the weights of the real calls do not add up to those of the whole batch.
             Exception: what was held back in any process.
         """
-        who = f"train_step({self._name})"
+        caller = f"train_step({self._name})"
         sums, (certain,) = _fetch(self._sums, self._trusted)
-        mine = sums | _counts(microbatches, works, self._cost) if self._counted else {}
-        everybody = held.gather_or_raise(who, (mine, certain, read, self._differentiable))
+        mine = sums | _counts(microbatches, plans, self._cost) if self._counted else {}
+        everybody = deferred.gather_or_raise(caller, (mine, certain, read, self._differentiable))
         if not all(certain for _, certain, *_ in everybody):
             return None
         if not any(read for *_, read, _ in everybody):
             raise BatchError(
-                f"{who}: no output of the model is read, so no parameter has a gradient; nothing was "
+                f"{caller}: no output of the model is read, so no parameter has a gradient; nothing was "
                 "changed. 'loss_mask' is true at no token that has one before it in its row, from which a model "
                 "predicts it: see how the column was made"
             )
-        whole = functools.reduce(merge, [sums for sums, *_ in everybody])
-        seen = {key: float(whole.pop(_SEEN + key)[0]) for key in self._weights}
+        totals = functools.reduce(merge, [sums for sums, *_ in everybody])
+        seen = {key: float(totals.pop(_SEEN + key)[0]) for key in self._weights}
         check_weights(self._name, seen, self._weights)
         if not any(differentiable for *_, differentiable in everybody):
-            raise no_gradient(who)
-        if not torch.isfinite(total := whole["loss"][0]):
+            raise no_gradient(caller)
+        if not torch.isfinite(total := totals["loss"][0]):
             raise NotFinite(
-                f"{who}: the loss is {float(total)}; nothing was changed. Look for NaN or infinite values in the "
+                f"{caller}: the loss is {float(total)}; nothing was changed. Look for NaN or infinite values in the "
                 "batch's columns, and for a logarithm or a division of 0 or an exp in the loss; clamp before them"
             )
-        return whole
+        return totals
 
 
-def _counts(microbatches: Sequence[Batch], works: Sequence[Plan], cost: Cost | None) -> Metrics:
+def _counts(microbatches: Sequence[Batch], plans: Sequence[Plan], cost: Cost | None) -> Metrics:
     """Count the tokens of the rows, those computed, those saved because rows have them in common, and FLOPs."""
-    real = [(batch, work) for batch, work in zip(microbatches, works, strict=True) if batch is not IDLE]
+    real = [(batch, plan) for batch, plan in zip(microbatches, plans, strict=True) if batch is not IDLE]
     counts = {
         "tokens": sum(int(lengths(batch).sum()) for batch, _ in real),
-        "tokens/computed": sum(work.computed for _, work in real),
-        "tokens/saved": sum(work.saved for _, work in real),
+        "tokens/computed": sum(plan.computed for _, plan in real),
+        "tokens/saved": sum(plan.saved for _, plan in real),
     }
-    found: Metrics = {name: Sum(torch.tensor(count)) for name, count in counts.items()}
+    metrics: Metrics = {name: Sum(torch.tensor(count)) for name, count in counts.items()}
     if cost is not None:
-        flops = sum(step_flops(cost, work) for _, work in real)
-        found[FLOPS] = Sum(torch.tensor(flops, dtype=torch.float64))
-    return found
+        flops = sum(step_flops(cost, plan) for _, plan in real)
+        metrics[FLOPS] = Sum(torch.tensor(flops, dtype=torch.float64))
+    return metrics
 
 
-def check_norm(who: str, norm: Tensor, step: int) -> None:
+def check_norm(caller: str, norm: Tensor, step: int) -> None:
     """Check that the norm of a step's gradient is finite.
 
     Raises:
@@ -167,16 +167,16 @@ def check_norm(who: str, norm: Tensor, step: int) -> None:
     """
     if not torch.isfinite(norm):
         raise NotFinite(
-            f"{who}: the norm of the gradient is {float(norm)} at optimizer step {step}; nothing was changed. Look "
+            f"{caller}: the norm of the gradient is {float(norm)} at optimizer step {step}; nothing was changed. Look "
             "for NaN or infinite values in the batch's columns, or lower the learning rate"
         )
 
 
-def _fetch(metrics: Metrics, *others: Tensor) -> tuple[Metrics, list[float]]:
+def _fetch(metrics: Metrics, *extra: Tensor) -> tuple[Metrics, list[float]]:
     """Copy numbers to the CPU, all at once."""
     values = [x for value in metrics.values() for x in value]
-    flat = torch.cat([x.double().flatten() for x in [*values, *others]]).cpu()
-    parts = flat.split([x.numel() for x in [*values, *others]])
+    flat = torch.cat([x.double().flatten() for x in [*values, *extra]]).cpu()
+    parts = flat.split([x.numel() for x in [*values, *extra]])
     copies = (part.to(x.dtype).view(x.shape) for part, x in zip(parts, values, strict=False))
     fetched = {key: type(value)(*(next(copies) for _ in value)) for key, value in metrics.items()}
     return fetched, [float(part) for part in parts[len(values) :]]
@@ -184,5 +184,5 @@ def _fetch(metrics: Metrics, *others: Tensor) -> tuple[Metrics, list[float]]:
 
 def step_metrics(norm: Tensor, rate: float) -> Metrics:
     """Return the metrics of an optimizer step: the norm of its gradient before clipping, and its learning rate."""
-    one = torch.ones(())
-    return {"grad_norm": Mean(norm.cpu(), one), "lr": Mean(torch.tensor(rate), one)}
+    weight = torch.ones(())
+    return {"grad_norm": Mean(norm.cpu(), weight), "lr": Mean(torch.tensor(rate), weight)}

@@ -109,5 +109,5 @@ def fraction(schedule: Schedule, step: int) -> float:
         return 1.0
     begin = schedule.steps - schedule.decay_steps if schedule.kind == "wsd" else warmup
     progress = min(1.0, max(0, step - begin) / (schedule.steps - begin))
-    left = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.kind == "cosine" else 1 - progress
-    return schedule.floor + (1 - schedule.floor) * left
+    remaining = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.kind == "cosine" else 1 - progress
+    return schedule.floor + (1 - schedule.floor) * remaining

@@ -38,8 +38,8 @@ def noise(shape: torch.Size, seed: int, start: int, device: torch.device) -> Ten
     >>> torch.equal(whole[2:], part)
     True
     """
-    place = torch.arange(start, start + shape.numel(), dtype=torch.int64, device=device)
-    x = place.remainder_(2**31).to(torch.int32).view(shape)
+    index = torch.arange(start, start + shape.numel(), dtype=torch.int64, device=device)
+    x = index.remainder_(2**31).to(torch.int32).view(shape)
     x = _mix_bits(x)
     return _mix_bits(x.add_(_to_signed(seed * 0x9E3779B1)))
 
@@ -107,8 +107,8 @@ class RoundedAdamW(torch.optim.Optimizer):
         eps: float,
         rank: int = 0,
     ) -> None:
-        kept = {"fused": True, "moments": torch.bfloat16, "at": 0}  # A checkpoint is read with these options.
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0} | kept)
+        extra = {"fused": True, "moments": torch.bfloat16, "at": 0}  # A checkpoint is read with these options.
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0} | extra)
         self._rank = rank
 
     @torch.no_grad()
@@ -132,10 +132,10 @@ class RoundedAdamW(torch.optim.Optimizer):
 
 def _update(group: Mapping[str, Any], seed: int, steps: Tensor, *tensors: Tensor) -> None:
     """Take a step of a parameter, a block of its numbers at a time; the engine sets the step's number, ``at``."""
-    whole, start = [torch.atleast_1d(_local(x)) for x in tensors], 0
-    rows = max(1, _AT_ONCE // max(1, whole[0][:1].numel()))
-    for parameter, gradient, *kept in zip(*(x.split(rows) for x in whole), strict=True):
-        moments = [x.to(parameter.dtype) for x in kept]
+    full, start = [torch.atleast_1d(_local(x)) for x in tensors], 0
+    rows = max(1, _AT_ONCE // max(1, full[0][:1].numel()))
+    for parameter, gradient, *stored in zip(*(x.split(rows) for x in full), strict=True):
+        moments = [x.to(parameter.dtype) for x in stored]
         adamw(
             [parameter],
             [gradient],
@@ -153,8 +153,8 @@ def _update(group: Mapping[str, Any], seed: int, steps: Tensor, *tensors: Tensor
             maximize=False,
         )
         bits = noise(parameter.shape, seed, start, parameter.device)
-        for place, x, shift in zip(kept, moments, (0, 16), strict=True):
-            place.copy_(round_stochastically(x.float(), bits >> shift))
+        for moment, x, shift in zip(stored, moments, (0, 16), strict=True):
+            moment.copy_(round_stochastically(x.float(), bits >> shift))
         start += parameter.numel()
 
 

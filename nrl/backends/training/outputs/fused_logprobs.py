@@ -139,9 +139,9 @@ def linear_top_k(
     """
     check_inputs(hidden, weight, None, temperature, bias, chunk)
     words_here = torch.tensor(len(weight))
-    known = int(words_here if shard is None else shard.all_reduce(words_here.to(weight.device)))
-    if not 1 <= k <= known:
-        raise ConfigError(f"top_k: k is {k}; it must be at least 1 and at most the {known} words of the model")
+    vocabulary = int(words_here if shard is None else shard.all_reduce(words_here.to(weight.device)))
+    if not 1 <= k <= vocabulary:
+        raise ConfigError(f"top_k: k is {k}; it must be at least 1 and at most the {vocabulary} words of the model")
     if temperature is not None:
         temperature = temperature.to(accumulating(hidden.dtype))[:, None]
     size = chunk_size(hidden, _words(weight, shard), chunk)
@@ -150,11 +150,11 @@ def linear_top_k(
     words = torch.empty((len(hidden), k), dtype=torch.int64, device=hidden.device)
     logprobs = logits.new_empty(words.shape)
     for rows in slices(len(hidden), size):
-        found = _log_softmax(hidden, factor, bias, temperature, rows, logits, logp, shard)
+        chunk_logprobs = _log_softmax(hidden, factor, bias, temperature, rows, logits, logp, shard)
         if shard is None:
-            logprobs[rows], words[rows] = found.topk(k)
+            logprobs[rows], words[rows] = chunk_logprobs.topk(k)
         else:
-            words[rows], logprobs[rows] = shard.top_k(found, k)
+            words[rows], logprobs[rows] = shard.top_k(chunk_logprobs, k)
     return words, logprobs
 
 
@@ -204,7 +204,7 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_logprobs is None and grad_entropy is None:
             return (None,) * 8
-        hidden, weight, bias, targets, temperature, entropies, kept = ctx.saved_tensors
+        hidden, weight, bias, targets, temperature, entropies, saved_logprobs = ctx.saved_tensors
         hidden_grad, weight_sum, bias_sum = _gradients(
             hidden,
             weight,
@@ -212,7 +212,7 @@ class _LinearLogprobs(torch.autograd.Function):
             targets,
             temperature,
             entropies,
-            kept,
+            saved_logprobs,
             _by_temperature(grad_logprobs, temperature),
             _by_temperature(None if grad_entropy is None else grad_entropy[:, None], temperature),
             ctx.needs_input_grad[:3],
@@ -232,7 +232,7 @@ def _gradients(
     targets: Tensor,
     temperature: Tensor | None,
     entropies: Tensor | None,
-    kept: Tensor | None,
+    saved_logprobs: Tensor | None,
     of_logprobs: Tensor | None,
     of_entropy: Tensor | None,
     needs: tuple[bool, bool, bool],
@@ -241,10 +241,10 @@ def _gradients(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Compute gradients of hidden, weight and bias, the last two as sums over chunks, which the caller casts."""
     logits, factor = buffer(hidden, weight, size), factor_of(weight)
-    logp = torch.empty_like(logits) if kept is None or of_entropy is not None else kept
+    logp = torch.empty_like(logits) if saved_logprobs is None or of_entropy is not None else saved_logprobs
     gradients = HeadGradients(hidden, weight, logits, needs, size)
     for rows in slices(hidden.shape[0], size):
-        chunk = kept
+        chunk = saved_logprobs
         if chunk is None:
             chunk = _log_softmax(hidden, factor, bias, temperature, rows, logits, logp, shard)
         # d logprob / d z_v = 1[v = target] - p_v and d entropy / d z_v = -p_v (log p_v + entropy)

@@ -153,8 +153,8 @@ def check_inputs(
     if hidden.ndim != 2:
         raise ModelError(f"linear_logprobs: hidden is {_show(hidden)}; flatten it to [tokens, width].")
     if hidden.dtype not in _ACCUMULATE:
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _ACCUMULATE)
-        raise ModelError(f"linear_logprobs: hidden is {_show(hidden)}; use one of {known}.")
+        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in _ACCUMULATE)
+        raise ModelError(f"linear_logprobs: hidden is {_show(hidden)}; use one of {dtypes}.")
     tokens, width = hidden.shape
     if weight.ndim != 2 or weight.shape[1] != width or weight.shape[0] < 1:
         raise ModelError(

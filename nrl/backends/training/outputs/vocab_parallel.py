@@ -16,7 +16,7 @@ class VocabularyShard:
 
     Args:
         start: the first of its words; the others follow it.
-        most: the most words that one of the processes has, so that all cut their work alike.
+        max_words: the most words of a process, by which all processes cut their work.
         group: the processes that share the vocabulary, of ``torch.distributed``.
         words: how many words all of them have together.
     """
@@ -43,20 +43,20 @@ class VocabularyShard:
 
     def gather(self, logprobs: Tensor, targets: Tensor) -> Tensor:
         """Return ``[n, k]``, the log-probabilities of ``targets``, any words of the vocabulary, in every process."""
-        here, mine = self._locate(logprobs, targets)
-        return self.all_reduce(logprobs.gather(1, here).masked_fill_(~mine, 0.0))
+        index, mine = self._locate(logprobs, targets)
+        return self.all_reduce(logprobs.gather(1, index).masked_fill_(~mine, 0.0))
 
     def add_at(self, grad: Tensor, targets: Tensor, values: Tensor) -> None:
         """Add ``[n, k]`` values to ``grad`` ``[n, v]`` at those targets that are words here."""
-        here, mine = self._locate(grad, targets)
-        grad.scatter_add_(1, here, values.masked_fill(~mine, 0.0))
+        index, mine = self._locate(grad, targets)
+        grad.scatter_add_(1, index, values.masked_fill(~mine, 0.0))
 
     def top_k(self, logprobs: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return ``(words, logprobs)``, ``[n, k]`` each: the most probable of all words, in every process."""
-        found = logprobs.topk(min(k, logprobs.shape[1]))
-        missing = (0, k - found.values.shape[1])
-        values = torch.nn.functional.pad(found.values, missing, value=-torch.inf)
-        words = torch.nn.functional.pad(found.indices + self.start, missing)
+        local = logprobs.topk(min(k, logprobs.shape[1]))
+        missing = (0, k - local.values.shape[1])
+        values = torch.nn.functional.pad(local.values, missing, value=-torch.inf)
+        words = torch.nn.functional.pad(local.indices + self.start, missing)
         values, words = self._all_gather(values), self._all_gather(words)
         best = values.topk(k)
         return words.gather(1, best.indices), best.values
@@ -67,9 +67,9 @@ class VocabularyShard:
         return x
 
     def _locate(self, logprobs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        here = targets - self.start
-        mine = (here >= 0) & (here < logprobs.shape[1])
-        return here.where(mine, 0), mine
+        index = targets - self.start
+        mine = (index >= 0) & (index < logprobs.shape[1])
+        return index.where(mine, 0), mine
 
     def _all_gather(self, x: Tensor) -> Tensor:
         parts = [torch.empty_like(x) for _ in range(dist.get_world_size(self.group))]

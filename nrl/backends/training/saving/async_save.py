@@ -31,22 +31,22 @@ def wait_for_writers(mesh: Mesh, writers: Sequence[Value]) -> list[Saved]:
     pause = _FIRST
     while True:
         with timeline.unshown(), profiles.untraced():
-            asked = call(mesh, "save", worker.poll_writing, Each(writers), outs=Out.all, turn=False).then(list)
-        found = _wait_patiently(mesh, asked)
-        if all(each is not None for each in found):
+            future = call(mesh, "save", worker.poll_writing, Each(writers), outs=Out.all, turn=False).then(list)
+        results = _wait_patiently(mesh, future)
+        if all(result is not None for result in results):
             break
         time.sleep(pause)
         pause = min(_LONGEST, pause * _GROWTH)
-    for each in found:
-        if isinstance(each, bytes):
-            raise pickle.loads(each)
-    return [each for each in found if isinstance(each, Saved)]
+    for result in results:
+        if isinstance(result, bytes):
+            raise pickle.loads(result)
+    return [result for result in results if isinstance(result, Saved)]
 
 
-def _wait_patiently(mesh: Mesh, asked: Future[list[Saved | bytes | None]]) -> list[Saved | bytes | None]:
+def _wait_patiently(mesh: Mesh, future: Future[list[Saved | bytes | None]]) -> list[Saved | bytes | None]:
     while True:
         try:
-            return asked.result(timeout=_PATIENCE)
+            return future.result(timeout=_PATIENCE)
         except DeadlineExceeded:
             if mesh.processes.ended:
                 raise

@@ -74,15 +74,15 @@ class _Copy:
         self._room = 0  # bytes of the last chunk
 
     def add(self, content: Tensor) -> None:
-        at = 0
-        while at < len(content):
+        offset = 0
+        while offset < len(content):
             if not self._room:
                 self._chunks.append(_chunk())
                 self._room = _CHUNK
-            count = min(len(content) - at, self._room)
+            count = min(len(content) - offset, self._room)
             begin = _CHUNK - self._room
-            self._chunks[-1][begin : begin + count].copy_(content[at : at + count], non_blocking=True)
-            at, self._room = at + count, self._room - count
+            self._chunks[-1][begin : begin + count].copy_(content[offset : offset + count], non_blocking=True)
+            offset, self._room = offset + count, self._room - count
 
     def __iter__(self) -> Iterator[memoryview]:
         self._chunks.reverse()

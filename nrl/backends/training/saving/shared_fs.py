@@ -57,79 +57,79 @@ def find_host_without_folder(
     note = f".shared-{uuid.uuid4().hex}"
     _leave(folder / note)
     try:
-        for rank, (host, why) in enumerate(ask(folder, note)):
-            if not why and not shared_fs_probe.arrives(folder / f"{note}.{rank}"):
-                why = "writes what does not arrive there"
-            if why:
-                return HostWithoutFolder(rank, host, why)
+        for rank, (host, reason) in enumerate(ask(folder, note)):
+            if not reason and not shared_fs_probe.arrives(folder / f"{note}.{rank}"):
+                reason = "writes what does not arrive there"
+            if reason:
+                return HostWithoutFolder(rank, host, reason)
     finally:
         for path in folder.glob(f"{note}*"):
             path.unlink(missing_ok=True)
     return None
 
 
-def check_shared(mesh: Mesh, name: str, folder: str | Folder, who: str) -> None:
+def check_shared(mesh: Mesh, name: str, folder: str | Folder, caller: str) -> None:
     """Check that the program and all processes of a trainer have the same folder.
 
     Raises:
         CheckpointError: a process has another one.
     """
-    place, here = at(folder).absolute(), socket.gethostname()
-    found = _find_host_of_mesh(mesh, who, place)
-    if found is not None:
+    path, hostname = at(folder).absolute(), socket.gethostname()
+    stranger = _find_host_of_mesh(mesh, caller, path)
+    if stranger is not None:
         instead = (
             "give a folder (out=) on a disk that all nodes share by the same path, or a store that they reach, such as "
             "checkpoints.to=s3://bucket/run, or reserve the trainer's slots on the node of this program"
-            if isinstance(place, Path)
+            if isinstance(path, Path)
             else "give a store (checkpoints.to=) that all nodes reach, and see that its package is installed there and "
             "the environment of their processes lets them in"
         )
         raise CheckpointError(
-            f"{who}: {folder} is not the same folder for this program, on host {here}, and for all "
-            f"of {name}: {found}. A checkpoint would be without what it writes; {instead}"
+            f"{caller}: {folder} is not the same folder for this program, on host {hostname}, and for all "
+            f"of {name}: {stranger}. A checkpoint would be without what it writes; {instead}"
         )
 
 
 def find_separate_exporter(mesh: Mesh, folder: Path) -> HostWithoutFolder | None:
     """Return the first process, which exports, if it does not have the program's folder; None: it has it."""
-    found = _find_host_of_mesh(mesh, "export", folder)
-    return found if found is not None and found.rank == 0 else None
+    stranger = _find_host_of_mesh(mesh, "export", folder)
+    return stranger if stranger is not None and stranger.rank == 0 else None
 
 
-def local_only_error(folder: Path, found: HostWithoutFolder) -> CheckpointError:
+def local_only_error(folder: Path, exporter: HostWithoutFolder) -> CheckpointError:
     """Return the error of a program whose export lies on another host."""
     return CheckpointError(
-        f"export: the model lies in {folder} on host {found.host}, and this program, on host "
-        f"{socket.gethostname()}, does not see it: {found}. Copy it from there, or give a folder on a disk "
+        f"export: the model lies in {folder} on host {exporter.host}, and this program, on host "
+        f"{socket.gethostname()}, does not see it: {exporter}. Copy it from there, or give a folder on a disk "
         "that both share by the same path"
     )
 
 
-def _find_host_of_mesh(mesh: Mesh, who: str, folder: Folder) -> HostWithoutFolder | None:
-    return find_host_without_folder(folder, partial(from_all, mesh, who, answer, turn=False))
+def _find_host_of_mesh(mesh: Mesh, caller: str, folder: Folder) -> HostWithoutFolder | None:
+    return find_host_without_folder(folder, partial(from_all, mesh, caller, answer, turn=False))
 
 
-def collect_written(name: str, folder: Folder, each: Iterable[Mapping[str, Written]]) -> dict[str, Written]:
+def collect_written(name: str, folder: Folder, files_by_rank: Iterable[Mapping[str, Written]]) -> dict[str, Written]:
     """Collect the files that the processes of a trainer wrote, and check that the program sees them.
 
     Args:
         name: of the trainer.
         folder: of the files.
-        each: the files of each process, by rank.
+        files_by_rank: the files of each process, by rank.
 
     Raises:
         CheckpointError: the program does not see one of them, or sees it with another size.
     """
-    found: dict[str, Written] = {}
-    for rank, files in enumerate(each):
+    written: dict[str, Written] = {}
+    for rank, files in enumerate(files_by_rank):
         try:
             check_sizes(folder, files)
         except CheckpointError as error:
             raise CheckpointError(
                 f"save: {error}, when rank {rank} of {name} wrote it; this program does not see the same"
             ) from None
-        found |= files
-    return found
+        written |= files
+    return written
 
 
 def answer(folder: Folder, note: str) -> tuple[str, str]:
@@ -158,8 +158,8 @@ def check(folder: Folder, files: Mapping[str, Written]) -> None:
     Raises:
         CheckpointError: one was altered.
     """
-    here = process()
-    check_sums(folder, {name: files[name] for name in sorted(files)[here.rank :: here.size]})
+    local = process()
+    check_sums(folder, {name: files[name] for name in sorted(files)[local.rank :: local.size]})
 
 
 def _leave(path: Folder) -> None:

@@ -59,12 +59,12 @@ def plan_save(pieces: Callable[[], Iterable[Piece]], peers: ProcessGroup, record
         peers: the processes.
         record: JSON for the manifest, to which `NOT_FINITE` is added.
     """
-    held, spoken = DeferredError(peers), list[Piece]()
-    with held.capture():
-        spoken = [piece for piece in pieces() if piece.tensor.numel()]
-    held.gather_or_raise("save")
+    deferred, owned = DeferredError(peers), list[Piece]()
+    with deferred.capture():
+        owned = [piece for piece in pieces() if piece.tensor.numel()]
+    deferred.gather_or_raise("save")
     return SavePlan(
-        {part(peers.rank, peers.count): _safetensors(spoken)}, {**record, NOT_FINITE: _find_not_finite(spoken)}
+        {part(peers.rank, peers.count): _safetensors(owned)}, {**record, NOT_FINITE: _find_not_finite(owned)}
     )
 
 
@@ -74,12 +74,16 @@ def _find_not_finite(pieces: Iterable[Piece]) -> list[str]:
     for name, tensor in ((piece.name, piece.tensor.detach()) for piece in pieces if piece.tensor.is_floating_point()):
         # The extremes are infinite or NaN where any number is, and they take no memory, unlike tensor.isfinite()
         finite = torch.stack(torch.aminmax(tensor)).isfinite().all()
-        held = flags.setdefault(tensor.device, {})
-        held[name] = finite & held[name] if name in held else finite
-    found = []
-    for held in flags.values():  # a device is waited for once
-        found += [name for name, finite in zip(held, torch.stack([*held.values()]).tolist(), strict=True) if not finite]
-    return found
+        flags_of_device = flags.setdefault(tensor.device, {})
+        flags_of_device[name] = finite & flags_of_device[name] if name in flags_of_device else finite
+    names = []
+    for flags_of_device in flags.values():  # a device is waited for once
+        names += [
+            name
+            for name, finite in zip(flags_of_device, torch.stack([*flags_of_device.values()]).tolist(), strict=True)
+            if not finite
+        ]
+    return names
 
 
 def load_shards(
@@ -101,19 +105,19 @@ def load_shards(
         CheckpointError: a part is missing, or a file is not one of `plan_save`. Nothing has been changed then, either.
     """
     with ExitStack() as files:
-        held, there = DeferredError(peers), dict[str, list[Piece]]()
-        with held.capture():
-            there = _pieces(folder, files)
-            whole = {name: pieces[0].shape for name, pieces in there.items()}
-            _check({name.removeprefix(MODEL): x for name, x in whole.items() if name.startswith(MODEL)}, shapes)
-        held.gather_or_raise("restore")
-        with held.capture():
-            own = list(pieces({name: _empty(several[0]) for name, several in there.items()}))
-            if lost := sorted({piece.name for piece in own} - there.keys()):
+        deferred, stored = DeferredError(peers), dict[str, list[Piece]]()
+        with deferred.capture():
+            stored = _pieces(folder, files)
+            stored_shapes = {name: pieces[0].shape for name, pieces in stored.items()}
+            _check({name.removeprefix(MODEL): x for name, x in stored_shapes.items() if name.startswith(MODEL)}, shapes)
+        deferred.gather_or_raise("restore")
+        with deferred.capture():
+            targets = list(pieces({name: _empty(blocks[0]) for name, blocks in stored.items()}))
+            if lost := sorted({piece.name for piece in targets} - stored.keys()):
                 raise CheckpointError(f"restore: {folder} has nothing of {a_few(lost)}; use another checkpoint")
-            for piece in own:
-                fill({piece.name: piece}, there[piece.name], who="restore")
-        held.gather_or_raise("restore")
+            for piece in targets:
+                fill({piece.name: piece}, stored[piece.name], caller="restore")
+        deferred.gather_or_raise("restore")
 
 
 def iter_weights(folder: Folder) -> Iterator[tuple[str, Tensor]]:
@@ -126,9 +130,9 @@ def iter_weights(folder: Folder) -> Iterator[tuple[str, Tensor]]:
         CheckpointError: a part is missing, or a file is not one of `plan_save`.
     """
     with ExitStack() as files:
-        for name, found in _pieces(folder, files).items():
+        for name, blocks in _pieces(folder, files).items():
             if name.startswith(MODEL):
-                read = [attrs.evolve(each, name=name.removeprefix(MODEL), tensor=each.tensor[:]) for each in found]
+                read = [attrs.evolve(block, name=name.removeprefix(MODEL), tensor=block.tensor[:]) for block in blocks]
                 yield from ShardAssembler().add(read)
 
 
@@ -147,10 +151,11 @@ def check_optimizer(record: Mapping[str, Any], optimizer: str) -> None:
     Raises:
         CheckpointError: it is of another one.
     """
-    if (there := record.get("optimizer", "adamw")) != optimizer:
+    if (stored := record.get("optimizer", "adamw")) != optimizer:
         raise CheckpointError(
-            f"restore: the checkpoint is of the optimizer '{there}', and here it is '{optimizer}', which keeps another "
-            "state; go on with the same optimizer, or begin another run with the model as trainer.export writes it"
+            f"restore: the checkpoint is of the optimizer '{stored}', and here it is '{optimizer}', which keeps "
+            "another state; go on with the same optimizer, or begin another run with the model as trainer.export "
+            "writes it"
         )
 
 
@@ -169,7 +174,7 @@ def _safetensors(pieces: Sequence[Piece]) -> list[Buffer | Tensor]:
         keys.append(f"{piece.name}#{seen[piece.name]}" if seen[piece.name] else piece.name)
         seen[piece.name] += 1
     info = {
-        key: {"saved_offsets": [at.start for at in x.index], "shape": list(x.shape)}
+        key: {"saved_offsets": [dim.start for dim in x.index], "shape": list(x.shape)}
         | ({} if key == x.name else {"name": x.name})
         for key, x in zip(keys, pieces, strict=True)
     }
@@ -184,7 +189,7 @@ def _pieces(folder: Folder, files: ExitStack) -> dict[str, list[Piece]]:
     """Return the pieces in a folder by tensor, and check that they are complete; indexing reads from open ``files``."""
     from safetensors import SafetensorError
 
-    found: dict[str, list[Piece]] = {}
+    blocks: dict[str, list[Piece]] = {}
     saved = saved_in(folder)  # a file that its manifest does not list is none of the checkpoint's
     paths: list[Folder] = [path for path in folder.glob("*.safetensors") if saved is None or path.name in saved.files]
     paths.sort(key=lambda path: path.name)
@@ -208,20 +213,20 @@ def _pieces(folder: Folder, files: ExitStack) -> dict[str, list[Piece]]:
             index = tuple(
                 slice(first, first + size) for first, size in zip(about["saved_offsets"], lazy.get_shape(), strict=True)
             )
-            found.setdefault(name, []).append(Piece(name, tuple(about["shape"]), index, lazy))
-    for name, pieces in found.items():
-        have = sum(math.prod(at.stop - at.start for at in piece.index) for piece in pieces)
+            blocks.setdefault(name, []).append(Piece(name, tuple(about["shape"]), index, lazy))
+    for name, pieces in blocks.items():
+        have = sum(math.prod(dim.stop - dim.start for dim in piece.index) for piece in pieces)
         all_of_it = math.prod(pieces[0].shape)
         if have != all_of_it or not are_disjoint([piece.index for piece in pieces]):
             raise CheckpointError(
                 f"restore: {folder} has {have} of the {all_of_it} numbers of '{name}', in "
                 f"{a_few([path.name for path in paths])}; use another checkpoint"
             )
-    return found
+    return blocks
 
 
-def _check(there: Mapping[str, tuple[int, ...]], own: Mapping[str, tuple[int, ...]]) -> None:
-    for name, shape in there.items():
-        check_weight(name, shape, own, "restore")
-    if missing := own.keys() - there.keys():
+def _check(stored: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
+    for name, shape in stored.items():
+        check_weight(name, shape, expected, "restore")
+    if missing := expected.keys() - stored.keys():
         raise ModelError(f"restore: {len(missing)} weights did not arrive: {a_few(sorted(missing))}; {SAME}")
