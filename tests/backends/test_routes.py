@@ -78,18 +78,20 @@ def casts(cluster: Cluster) -> None:
         weights = params(mesh, seed)
         nrl.publish(weights, sampler)
         check_agreement(sampler, weights)
-    assert [inside(seat.mesh, groups) for seat in sampler._replicas] == [1, 1]
+    assert [inside(replica.mesh, groups) for replica in sampler._replicas] == [1, 1]
 
     inside(sampler._replicas[0].mesh, dies_when_it_receives)
     weights = params(mesh, 3)
     with pytest.warns(UserWarning, match="the weights go by value now, which is slower: "):
         nrl.publish(weights, sampler)
     check_agreement(sampler, weights)
-    settled(lambda: any(seat.state == "starting" for seat in sampler._replicas), 200)  # until it has been started again
+    settled(
+        lambda: any(replica.state == "starting" for replica in sampler._replicas), 200
+    )  # until it has been started again
     weights = params(mesh, 4)
     nrl.publish(weights, sampler)
     check_agreement(sampler, weights)
-    assert [inside(seat.mesh, groups) for seat in sampler._replicas] == [1, 1]
+    assert [inside(replica.mesh, groups) for replica in sampler._replicas] == [1, 1]
 
 
 def lends_memory() -> int:

@@ -1,4 +1,4 @@
-"""What the torch engine stores of a model and its optimizer, by the names of `nrl.backends.training.saving.storage`."""
+"""The stored state of the torch engine, model and optimizer, by the names of `nrl.backends.training.saving.storage`."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""What the torch engine keeps on a mesh: models, models in training, and adapters alone."""
+"""The values of the torch engine on a mesh: models, models in training, and adapters alone."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from nrl.algos import Loss, name_of, needed
-from nrl.backends.megatron import checkpoint_io, lora_layers, saved_state
-from nrl.backends.megatron import pipeline as of
+from nrl.backends.megatron import checkpoint_io, lora_layers, pipeline, saved_state
 from nrl.backends.megatron.cp_slice import Tokens, slice_tokens
 from nrl.backends.megatron.cuda_shim import host
 from nrl.backends.megatron.experts import forget_loads, loads, router_sizes
@@ -52,7 +51,7 @@ from nrl.runtime.mesh.layout import Layout
 
 __all__ = ["MegatronEngine", "MegatronState"]
 
-type _Params = of.Stages | AdapterParams[of.Stages]
+type _Params = pipeline.Stages | AdapterParams[pipeline.Stages]
 
 
 class MegatronState(NamedTuple):
@@ -63,7 +62,7 @@ class MegatronState(NamedTuple):
     step: int
 
     @property
-    def stages(self) -> of.Stages:
+    def stages(self) -> pipeline.Stages:
         """The stages themselves."""
         return [copy.module for copy in self.copies]
 
@@ -105,20 +104,20 @@ class MegatronEngine:
         """Make a fresh train state."""
         stages = self._load_stages(self.model, "trainer.init")
         with host(self.device):
-            copies = of.make_replicas(stages, self._groups, self.options.copies)
+            copies = pipeline.make_replicas(stages, self._groups, self.options.copies)
             return MegatronState(
-                copies, of.make_optimizer(self.optimizer, copies, self._groups, self.options.optimizer), 0
+                copies, pipeline.make_optimizer(self.optimizer, copies, self._groups, self.options.optimizer), 0
             )
 
-    def receive(self, state: MegatronState) -> "_OptimizerReceiver":
+    def receive(self, state: MegatronState) -> saved_state.OptimizerReceiver:
         """Replace the weights of a fresh train state."""
         stages, skeleton = state.stages, checkpoint_io.skeleton(self.model)
         select = partial(checkpoint_io.shards_to_fill, stages, skeleton, self._groups)
-        return _OptimizerReceiver(
+        return saved_state.OptimizerReceiver(
             lora.LoraReceiver(select, partial(lora_layers.clear, stages), "trainer.init"), state.optimizer
         )
 
-    def params(self, state: MegatronState) -> of.Stages:
+    def params(self, state: MegatronState) -> pipeline.Stages:
         """Return the stages of a train state."""
         for copy in state.copies:
             if copy.ddp_config.overlap_param_gather:  # Weights of the last step may still be in other processes.
@@ -126,16 +125,16 @@ class MegatronEngine:
                     copy.start_param_sync(force_sync=True)
         return state.stages
 
-    def adapter(self, params: _Params) -> AdapterParams[of.Stages]:
+    def adapter(self, params: _Params) -> AdapterParams[pipeline.Stages]:
         """Return the adapter of stages."""
         return AdapterParams(params_of(params))
 
-    def load(self, source: str | None) -> of.Stages:
+    def load(self, source: str | None) -> pipeline.Stages:
         """Load frozen stages."""
         model = self.model if source is None else attrs.evolve(self.model, source=source, lora=None)
         return _freeze(self._load_stages(model, "trainer.load"))
 
-    def freeze(self, params: of.Stages) -> of.Stages:
+    def freeze(self, params: pipeline.Stages) -> pipeline.Stages:
         """Return a frozen copy."""
         model = params[0].model
         copies = self._build_stages(model, checkpoint_io.skeleton(model))
@@ -153,7 +152,9 @@ class MegatronEngine:
 
     # --- outputs and steps
 
-    def forward(self, params: of.Stages, microbatches: Iterable[Batch], needs: frozenset[str]) -> Sequence[TensorDict]:
+    def forward(
+        self, params: pipeline.Stages, microbatches: Iterable[Batch], needs: frozenset[str]
+    ) -> Sequence[TensorDict]:
         """Compute outputs without gradients, on the CPU, in processes of the last stage."""
         names = needs | {"top_k_ids", "top_k_logprobs"}
         parts, _ = even_out(self._groups.peers, "forward", microbatches)
@@ -165,7 +166,7 @@ class MegatronEngine:
 
         def compute(number: int, hidden: Tensor) -> Tensor:
             with deferred.capture():
-                out = of.compute_outputs(
+                out = pipeline.compute_outputs(
                     params[-1],
                     hidden,
                     plans[number],
@@ -182,7 +183,7 @@ class MegatronEngine:
         for stage in params:
             stage.eval()
         with torch.no_grad(), host(self.device):
-            of.run_passes(params, slices, compute, self._groups, backward=False)
+            pipeline.run_passes(params, slices, compute, self._groups, backward=False)
         deferred.gather_or_raise("forward")
         return [results[number] for number in sorted(results) if parts[number] is not IDLE]
 
@@ -207,7 +208,7 @@ class MegatronEngine:
         metrics |= step_metrics(norm, rate) | self._measure_balance(state.stages)
         return MegatronState(copies, optimizer, step + 1), metrics
 
-    def _measure_balance(self, stages: of.Stages) -> Metrics:
+    def _measure_balance(self, stages: pipeline.Stages) -> Metrics:
         counts = loads(stages)
         if counts is None:
             return {}
@@ -242,7 +243,7 @@ class MegatronEngine:
         def slope(number: int, hidden: Tensor) -> Tensor:
             nonlocal read
             batch, work = parts[number], plans[number]
-            out = of.compute_outputs(
+            out = pipeline.compute_outputs(
                 last_stage, hidden, work, slices[number], needs, self.model.head, self._groups, deferred.capture
             )
             gradients: Mapping[str, Tensor] | None = None
@@ -254,12 +255,12 @@ class MegatronEngine:
                     gradients = sums.add(outputs, *copy_to_device((batch, left_out), self.device))
             return _slope(out, gradients)
 
-        of.run_passes(state.copies, slices, slope, self._groups, backward=True)
+        pipeline.run_passes(state.copies, slices, slope, self._groups, backward=True)
         return sums.reduce_all(deferred, parts, plans, read)
 
     def _plan_all(
         self,
-        stages: of.Stages,
+        stages: pipeline.Stages,
         parts: Sequence[Batch],
         select: Callable[[Batch], Tensor],
         needs: frozenset[str],
@@ -296,7 +297,7 @@ class MegatronEngine:
 
     # --- weights
 
-    def _build_stages(self, model: Model, skeleton: Any) -> of.Stages:
+    def _build_stages(self, model: Model, skeleton: Any) -> pipeline.Stages:
         arch, dtype = architecture(skeleton, self.layout), getattr(torch, model.dtype)
         if arch.experts is not None and self.layout.tp > 1 and not self.options.model.get("sequence_parallel", True):
             raise ConfigError(
@@ -305,14 +306,14 @@ class MegatronEngine:
             )
         fit_threads(skeleton, self.device)
         with host(self.device):
-            stages = of.build(arch, model.head, self.options.model, dtype, self._groups, self.device)
+            stages = pipeline.build(arch, model.head, self.options.model, dtype, self._groups, self.device)
         for stage in stages:
             stage.model = model
             if model.lora is not None:
                 lora_layers.add(stage, skeleton, self._groups)
         return stages
 
-    def _load_stages(self, model: Model, caller: str) -> of.Stages:
+    def _load_stages(self, model: Model, caller: str) -> pipeline.Stages:
         """Build stages with a model's weights, which the first process reads for all, one at a time."""
         deferred, peers = DeferredError(self._groups.peers), self._groups.peers
         module: Any = None
@@ -367,7 +368,7 @@ class MegatronEngine:
         pieces = partial(saved_state.name_weights, owned_shards(params_of(params), self._groups))
         return checkpoint_io.plan_save(params, pieces, 0, self._groups)
 
-    def restore_params(self, folder: Folder, record: Mapping[str, Any]) -> of.Stages:
+    def restore_params(self, folder: Folder, record: Mapping[str, Any]) -> pipeline.Stages:
         """Read files of `save_params`."""
         model = self.model if record["lora"] else attrs.evolve(self.model, lora=None)
         stages = _freeze(self._load_stages(model, "trainer.restore"))
@@ -383,24 +384,8 @@ class MegatronEngine:
         checkpoint_io.export(folder, params, self.pieces(params), self._groups)
 
 
-def _freeze(stages: of.Stages) -> of.Stages:
+def _freeze(stages: pipeline.Stages) -> pipeline.Stages:
     return [stage.requires_grad_(False) for stage in stages]
-
-
-class _OptimizerReceiver:
-    """A receiver of weights that passes them on to the optimizer."""
-
-    def __init__(self, receiving: lora.LoraReceiver, optimizer: Any) -> None:
-        self._receiving, self._optimizer = receiving, optimizer
-
-    def add(self, bucket: Sequence[Piece]) -> None:
-        """Copy some pieces into the stages."""
-        self._receiving.add(bucket)
-
-    def end(self) -> None:
-        """Check that all weights have come."""
-        self._receiving.end()
-        self._optimizer.reload_model_params()
 
 
 def _slope(out: Outputs, gradients: Mapping[str, Tensor] | None) -> Tensor:

@@ -4,7 +4,7 @@ Every piece is a view, so that reading fills what is there. Megatron's distribut
 of the numbers of a parameter, one after the other; in the weight's own shape that is up to three blocks.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -14,10 +14,11 @@ from torch import Tensor
 
 from nrl.backends.megatron.groups import Groups
 from nrl.backends.megatron.weight_views import local_shards
+from nrl.backends.models import lora
 from nrl.backends.training.saving.storage import KEYS, MODEL, MOMENTS
 from nrl.backends.types import Piece
 
-__all__ = ["fresh_moments", "iter_training_state", "name_weights", "ranges", "update_model"]
+__all__ = ["OptimizerReceiver", "fresh_moments", "iter_training_state", "name_weights", "ranges", "update_model"]
 
 
 class _ParameterState(NamedTuple):
@@ -147,3 +148,19 @@ def update_model(copies: Any, optimizer: Any) -> None:
     for copy in copies:
         if copy.ddp_config.use_distributed_optimizer:
             copy.start_param_sync(force_sync=True)
+
+
+class OptimizerReceiver:
+    """A receiver of weights that passes them on to the optimizer."""
+
+    def __init__(self, receiving: lora.LoraReceiver, optimizer: Any) -> None:
+        self._receiving, self._optimizer = receiving, optimizer
+
+    def add(self, bucket: Sequence[Piece]) -> None:
+        """Copy some pieces into the stages."""
+        self._receiving.add(bucket)
+
+    def end(self) -> None:
+        """Check that all weights have come."""
+        self._receiving.end()
+        self._optimizer.reload_model_params()

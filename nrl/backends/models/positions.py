@@ -1,4 +1,4 @@
-"""How many tokens a row may have, by the positions of a model."""
+"""The context length of a model, by its positions."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -86,7 +86,7 @@ class EnginePool:
         self._replicas = [EngineReplica(mesh, name, make, self._changed) for mesh in meshes]
         self.context_length, self._vocabulary, dtype = self._replicas[0].about()
         self.capabilities = attrs.evolve(self.capabilities, dtype=dtype)
-        self._engines = [(seat, engine) for seat in self._replicas for engine in range(seat.engines)]
+        self._engines = [(replica, engine) for replica in self._replicas for engine in range(replica.engines)]
         self._indices = {engine: index for index, engine in enumerate(self._engines)}
         self._router, self._numbers = Router(len(self._engines)), itertools.count()
         self._tended: set[EngineReplica] = set()  # replicas that a thread looks after
@@ -99,7 +99,7 @@ class EnginePool:
     @property
     def meshes(self) -> list[Mesh]:
         """The meshes of its engines."""
-        return [seat.mesh for seat in self._replicas]
+        return [replica.mesh for replica in self._replicas]
 
     def generate(
         self,
@@ -178,56 +178,56 @@ class EnginePool:
         return [index for index, (replica, _) in enumerate(self._engines) if replica.state != "lost"]
 
     def _list_in(self, *states: ReplicaState) -> list[EngineReplica]:
-        return [seat for seat in self._replicas if seat.state in states]
+        return [replica for replica in self._replicas if replica.state in states]
 
     def _start_work(self) -> None:
         """Start a thread for each replica with work that has no thread; do the work here where engines are local."""
         with self._changed:
-            idle = [seat for seat in self._replicas if seat.has_work and seat not in self._tended]
+            idle = [replica for replica in self._replicas if replica.has_work and replica not in self._tended]
             self._tended.update(idle)
-        for seat in idle:
+        for replica in idle:
             if self.capabilities.remote:
-                self._cluster.thread(self._work, seat, name=self._name)
+                self._cluster.thread(self._work, replica, name=self._name)
             else:
-                self._work(seat)
+                self._work(replica)
 
-    def _work(self, seat: EngineReplica) -> None:
+    def _work(self, replica: EngineReplica) -> None:
         """Let the engines of a replica decode until nobody waits for an answer, and start them again if they die."""
         try:
-            while (work := self._next_steps(seat)) is not None:
+            while (work := self._next_steps(replica)) is not None:
                 try:
-                    if seat.state != "starting":
-                        self._answer(seat, seat.advance(work, self.version))
+                    if replica.state != "starting":
+                        self._answer(replica, replica.advance(work, self.version))
                 except Exception as error:
-                    if (death := seat.describe_death(error)) is None:
-                        self._fail(seat, error)
+                    if (death := replica.describe_death(error)) is None:
+                        self._fail(replica, error)
                     else:
-                        seat.die(death)
-                if seat.state == "starting":
-                    self._revive(seat)
+                        replica.die(death)
+                if replica.state == "starting":
+                    self._revive(replica)
         except BaseException as error:  # an interrupt, or a cluster that was left
             with self._changed:
-                self._fail(seat, error, waiting=True)
-                self._tended.discard(seat)
-                self._called.discard(seat)
+                self._fail(replica, error, waiting=True)
+                self._tended.discard(replica)
+                self._called.discard(replica)
                 self._changed.notify_all()
             if not (self.capabilities.remote and isinstance(error, Exception)):
                 raise
 
-    def _next_steps(self, seat: EngineReplica) -> list[EngineStep] | None:
+    def _next_steps(self, replica: EngineReplica) -> list[EngineStep] | None:
         """Return the next steps of the engines, as soon as they may take some; None: there is no work."""
         with self._changed:
-            self._called.discard(seat)
+            self._called.discard(replica)
             self._changed.notify_all()
-            self._wait_until(lambda: seat.is_ready, f"generate: no engine could be asked, {_AFTER}")
-            if seat.state == "starting":
+            self._wait_until(lambda: replica.is_ready, f"generate: no engine could be asked, {_AFTER}")
+            if replica.state == "starting":
                 return []
-            work = seat.take_steps()
-            if seat.state == "lost" or not (seat.under_way or any(cancelled for _, cancelled in work)):
-                self._tended.discard(seat)
-                seat.show()
+            work = replica.take_steps()
+            if replica.state == "lost" or not (replica.under_way or any(cancelled for _, cancelled in work)):
+                self._tended.discard(replica)
+                replica.show()
                 return None
-            self._called.add(seat)
+            self._called.add(replica)
             return work
 
     def _wait_until(self, condition: Callable[[], bool], otherwise: str) -> None:
@@ -320,16 +320,16 @@ class EnginePool:
                     replica.lack()
                     self._place(replica.take_back()[1])
 
-    def _give_again(self, seat: EngineReplica) -> bool:
+    def _give_again(self, replica: EngineReplica) -> bool:
         """Give a replica the current weights and check them; False: a step has consumed them."""
 
         def complete(prompt: Sequence[int], sampling: Sampling) -> Future[list[Completion]]:
-            return done(seat.complete(Request(next(self._numbers), prompt, 0, sampling), self.version))
+            return done(replica.complete(Request(next(self._numbers), prompt, 0, sampling), self.version))
 
         if self._weights is None:
             return self.version == 0
         try:
-            for death in give([seat], self._weights, self.version).values():
+            for death in give([replica], self._weights, self.version).values():
                 raise death
             if isinstance(self._weights, Weights):
                 self._weights.check(self.version, complete)
@@ -352,20 +352,20 @@ class EnginePool:
         with self._receives, self._pause_decoding(inflight):
             self._weights = None if iter(buckets) is buckets else buckets
             try:
-                for seat in self._list_in("empty"):
-                    seat.receive()
-                seats = self._list_in("receiving")
+                for replica in self._list_in("empty"):
+                    replica.receive()
+                replicas = self._list_in("receiving")
                 if not self._alive():
                     raise cast(Exception, self._replicas[0].error)
-                for seat, error in (give(seats, buckets, version) if seats else {}).items():
+                for replica, error in (give(replicas, buckets, version) if replicas else {}).items():
                     if self._weights is None:
                         raise error
-                    seat.die(error)
+                    replica.die(error)
             except BaseException as error:
                 self._weights = None
                 self._refuse(f"are incomplete since the last receive ({str(error) or type(error).__name__})")
-                for seat in self._list_in("receiving"):
-                    seat.lack()
+                for replica in self._list_in("receiving"):
+                    replica.lack()
                 raise
             with self._changed:
                 self._broken, self.version = "", version
@@ -377,8 +377,8 @@ class EnginePool:
     def _refuse(self, broken: str) -> None:
         with self._changed:
             self._broken = broken
-            for seat in self._replicas:
-                self._fail(seat, self._make_unfit_error(), waiting=True)
+            for replica in self._replicas:
+                self._fail(replica, self._make_unfit_error(), waiting=True)
             self._changed.notify_all()
 
     @contextmanager
@@ -386,20 +386,20 @@ class EnginePool:
         """Run the block while no engine decodes; the serving engines receive in it, and serve again after it."""
         try:
             with self._changed:
-                for seat in self._list_in("serving"):
-                    seat.receive(finish=inflight == "wait")
+                for replica in self._list_in("serving"):
+                    replica.receive(finish=inflight == "wait")
                 self._wait_until(
-                    lambda: not (self._called or any(seat.is_finishing for seat in self._replicas)),
+                    lambda: not (self._called or any(replica.is_finishing for replica in self._replicas)),
                     "receive: what is under way did not end",
                 )
                 if inflight == "abort":
-                    for seat in self._replicas:
-                        self._place([*itertools.chain(*seat.take_back())])
+                    for replica in self._replicas:
+                        self._place([*itertools.chain(*replica.take_back())])
             yield
         finally:
             with self._changed:
-                for seat in self._list_in("receiving"):
-                    seat.serve()
+                for replica in self._list_in("receiving"):
+                    replica.serve()
             self._start_work()
 
 

@@ -182,7 +182,7 @@ def _give(
             refused.append(error)
 
     def ask(step: Literal["begin", "add", "end"], bucket: Any = None) -> list[tuple[EngineReplica, Future[Any], Any]]:
-        """Call a step in all seats, without waiting for any."""
+        """Call a step in all replicas, without waiting for any."""
         called = []
         for replica in [replica for replica in replicas if replica not in dead]:
             try:

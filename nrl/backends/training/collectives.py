@@ -87,8 +87,8 @@ def pickle_error(error: Exception, caller: str, rank: int) -> bytes:
 class DeferredError:
     """The first error of this process, held back until all processes raise.
 
-    >>> held = DeferredError(ProcessGroup(None))
-    >>> with held.capture():  # alone, an error is raised where it happens
+    >>> deferred = DeferredError(ProcessGroup(None))
+    >>> with deferred.capture():  # alone, an error is raised where it happens
     ...     raise ValueError("no such row")
     Traceback (most recent call last):
     ValueError: no such row

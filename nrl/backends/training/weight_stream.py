@@ -92,14 +92,14 @@ def write_full_weights(
     Raises:
         Exception: what writing raised; or as `iter_full_weights`.
     """
-    held = DeferredError(peers)
+    deferred = DeferredError(peers)
     weights = iter_full_weights(pieces, "export", peers.group)
-    with held.capture():
+    with deferred.capture():
         if peers.rank == 0:
             write(weights)
     for _ in weights:  # all processes read together
         pass
-    held.gather_or_raise("export")
+    deferred.gather_or_raise("export")
 
 
 def next_bucket(caller: str, send: Callable[[Tensors], Any], same: bool, stream: WeightStream) -> tuple[Any, bool]:

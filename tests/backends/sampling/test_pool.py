@@ -201,9 +201,9 @@ def test_the_load_of_an_engine_is_looked_at_once_for_all_requests(monkeypatch: p
     looks: list[EngineReplica] = []
     load = EngineReplica.load
 
-    def counted(seat: EngineReplica) -> list[float]:
-        looks.append(seat)
-        return load.__get__(seat)  # type: ignore[no-any-return]
+    def counted(replica: EngineReplica) -> list[float]:
+        looks.append(replica)
+        return load.__get__(replica)  # type: ignore[no-any-return]
 
     monkeypatch.setattr(EngineReplica, "load", property(counted))
     monkeypatch.setattr(StreamingEnginePool, "_start_work", lambda self: None)
@@ -358,7 +358,7 @@ def dies(sampler: StreamingEnginePool, monkeypatch: pytest.MonkeyPatch, says: in
     monkeypatch.setattr(HfEngine, "advance", die)
     SAID.clear()
     (row,) = sampler.stream([[5]], [0])
-    settled(lambda: sampler._tended and all(seat.state != "empty" for seat in sampler._replicas), 60)
+    settled(lambda: sampler._tended and all(replica.state != "empty" for replica in sampler._replicas), 60)
     assert not settled(lambda: len(SAID) < says, 60)
     return row
 
@@ -411,11 +411,11 @@ def test_an_engine_that_computes_otherwise_after_a_start_leaves_the_others_alone
     does_not_serve = "what was started again does not serve before the next publish. publish: with the weights"
     with pytest.warns(UserWarning, match="an engine was lost"), pytest.warns(UserWarning, match=does_not_serve):
         assert dies(sampler, monkeypatch, says=2).result(60).version == 1
-    assert sorted(seat.state for seat in sampler._replicas) == ["empty", "serving"]
+    assert sorted(replica.state for replica in sampler._replicas) == ["empty", "serving"]
     assert len(sampler.generate([[5], [6], [7]]).result(60)) == 3
     monkeypatch.setattr(HfEngine, "add", add)
     nrl.publish(params, sampler)
-    assert [seat.state for seat in sampler._replicas] == ["serving"] * 2
+    assert [replica.state for replica in sampler._replicas] == ["serving"] * 2
     assert len(sampler.everywhere([5], SHORT).result(60)) == 2
 
 
@@ -485,16 +485,16 @@ def test_engines_that_are_being_started_are_not_waited_for(here: Cluster, monkey
     """Neither by those who publish, nor by those who ask, unless there is no other."""
     sampler, again, restart = sampler_on(here, 2), threading.Event(), EngineReplica.restart
 
-    def late(seat: EngineReplica, *args: Any) -> None:
+    def late(replica: EngineReplica, *args: Any) -> None:
         again.wait(60)
-        restart(seat, *args)
+        restart(replica, *args)
 
     monkeypatch.setattr(EngineReplica, "restart", late)
     ENGINES[0].raises.append(RuntimeError("no"))
     (row,) = sampler._ask([[5]], [0], SHORT, [0])
     assert tokens(row) == [0]  # elsewhere
     sampler.receive([[]], 1)
-    assert [seat.state for seat in sampler._replicas] == ["starting", "serving"]
+    assert [replica.state for replica in sampler._replicas] == ["starting", "serving"]
     assert len(sampler.everywhere([5], SHORT).result(60)) == 1
     ENGINES[1].raises.append(RuntimeError("no"))
     both: Any = sampler.everywhere([5], SHORT)

@@ -1,4 +1,4 @@
-"""The states of a seat, and what follows from each."""
+"""The states of a replica, and what follows from each."""
 
 import math
 import threading
@@ -35,7 +35,7 @@ WAY = {
 }
 
 
-def seat(state: str = "serving", *, finish: bool = False) -> EngineReplica:
+def make_replica(state: str = "serving", *, finish: bool = False) -> EngineReplica:
     """One that has come to a state by the shortest way."""
     with cluster("local") as here:
         found: Any = EngineReplica(here.reserve(1).mesh(), "test", lambda: None, threading.Condition())  # type: ignore[arg-type,return-value]
@@ -47,7 +47,7 @@ def seat(state: str = "serving", *, finish: bool = False) -> EngineReplica:
 @given(st.lists(st.sampled_from(["serve", "receive", "lack", "die", "lose"]), max_size=12))
 def test_only_what_the_picture_shows_can_happen(verbs: list[str]) -> None:
     """Anything else is an error, which changes nothing; and it says why it does not serve."""
-    it, state = seat(), "serving"
+    it, state = make_replica(), "serving"
     for verb in verbs:
         if (state, verb) in BECOMES:
             getattr(it, verb)(*TAKES.get(verb, ()))
@@ -75,7 +75,7 @@ def test_what_follows_from_a_state(
     state: str, finish: bool, loads: list[float], free: list[bool], wanted: list[bool]
 ) -> None:
     """How busy it is for those who choose, whether who looks after it may go on, and whether somebody has to."""
-    nothing, waits, asked = (seat(state, finish=finish) for _ in range(3))
+    nothing, waits, asked = (make_replica(state, finish=finish) for _ in range(3))
     request = PendingRequest(Request(0, [5], 0, Sampling()))
     waits.waiting[0].append(request)
     asked.requests[0][0] = request
@@ -88,7 +88,7 @@ def test_what_follows_from_a_state(
 
 
 def test_who_waits_no_more_is_not_asked_for() -> None:
-    it, gone = seat(), PendingRequest(Request(0, [5], 0, Sampling()))
+    it, gone = make_replica(), PendingRequest(Request(0, [5], 0, Sampling()))
     it.waiting[0].append(gone)
     gone.answer.cancel()
     assert (it.take_steps(), it.has_work, gone.times) == ([([], [])], False, 0)

@@ -54,7 +54,7 @@ def pool(here: Cluster, model: Model = MODEL, tolerance: float = 1e-3) -> Engine
 
 
 class Slow:
-    """A seat whose engine loads for as long as nobody waits for it."""
+    """A replica whose engine loads for as long as nobody waits for it."""
 
     def __init__(self, story: list[str], fails: str = "") -> None:
         self.mesh, self.story, self.fails = None, story, fails
@@ -68,7 +68,7 @@ class Slow:
         if self.fails:
             raise ModelError(self.fails)
 
-    def death(self, error: Exception) -> None:
+    def describe_death(self, error: Exception) -> None:
         return None
 
 
@@ -80,8 +80,8 @@ def test_the_next_bucket_is_read_while_one_is_loaded() -> None:
             story.append(f"read {bucket}")
             yield done(bucket)
 
-    seats: list[Any] = [Slow(story)]
-    assert give(seats, buckets(), 1) == {}
+    replicas: list[Any] = [Slow(story)]
+    assert give(replicas, buckets(), 1) == {}
     ahead = ["read 0", "ask add", "read 1", "ask add", "wait", "read 2", "ask add", "wait", "wait"]
     assert story == ["ask begin", "wait", *ahead, "ask end", "wait"]
 
@@ -91,13 +91,13 @@ def test_nothing_that_was_asked_is_left_behind_an_error() -> None:
 
     def buckets() -> Iterator[Any]:
         yield done(0)
-        seats[0].fails = "refused"
+        replicas[0].fails = "refused"
         yield done(1)
         raise AssertionError("it is known by then that the first was refused")
 
-    seats: list[Any] = [Slow(story)]
+    replicas: list[Any] = [Slow(story)]
     with pytest.raises(ModelError, match="refused"):
-        give(seats, buckets(), 1)
+        give(replicas, buckets(), 1)
     assert story == ["ask begin", "wait", "ask add", "ask add", "wait", "wait"]
 
 

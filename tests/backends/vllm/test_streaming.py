@@ -65,7 +65,7 @@ def _of_the_first(pair: Pair) -> None:
 def decoding(sampler: StreamingEnginePool) -> None:
     """Wait until both engines decode."""
     until = time.monotonic() + 60
-    while not all(seat.under_way for seat in sampler._replicas):
+    while not all(replica.under_way for replica in sampler._replicas):
         assert time.monotonic() < until
         time.sleep(0.01)
     time.sleep(0.3)
@@ -154,7 +154,7 @@ def test_engines_forget_what_is_cut(pair: Pair) -> None:
     groups = nrl.rollouts(pair.sampler, env, nrl.data.counting(lambda index: {}), n=8)
     [group] = nrl.cut(groups, 0.3).take(1)
     assert group["cut"].any()
-    assert settled(lambda: sum(seat.under_way for seat in pair.sampler._replicas), 60) == 0
+    assert settled(lambda: sum(replica.under_way for replica in pair.sampler._replicas), 60) == 0
     assert nrl.rollout(pair.sampler, env, [{}], n=2, sampling=SHORT)["valid"].all()
 
 
@@ -167,8 +167,8 @@ def test_there_is_no_other_way(pair: Pair) -> None:
 # an engine that is killed
 
 
-def kill(seat: EngineReplica) -> None:
-    pid = int(shard_map(lambda: torch.tensor(os.getpid()), seat.mesh, (), P())().result())
+def kill(replica: EngineReplica) -> None:
+    pid = int(shard_map(lambda: torch.tensor(os.getpid()), replica.mesh, (), P())().result())
     os.kill(pid, signal.SIGKILL)
 
 
@@ -180,13 +180,13 @@ def test_engines_that_are_killed_are_started_again(
     sampler, old = pair.sampler, pair.params[0]
     complete, checked = EngineReplica.complete, set[EngineReplica]()
 
-    def noted(seat: EngineReplica, request: Request, version: int) -> list[Completion]:
-        checked.add(seat)
-        return complete(seat, request, version)
+    def noted(replica: EngineReplica, request: Request, version: int) -> list[Completion]:
+        checked.add(replica)
+        return complete(replica, request, version)
 
     monkeypatch.setattr(EngineReplica, "complete", noted)
     dead: list[int] = []
-    before = [seat.mesh for seat in sampler._replicas]
+    before = [replica.mesh for replica in sampler._replicas]
 
     first = threading.Lock()
 
@@ -202,7 +202,7 @@ def test_engines_that_are_killed_are_started_again(
 
     def survived() -> Batch:
         batch = nrl.rollout(sampler, env, [{"prompt": PROMPT}], n=64, sampling=LONG)
-        settled(lambda: any(seat.state == "starting" for seat in sampler._replicas), 100)
+        settled(lambda: any(replica.state == "starting" for replica in sampler._replicas), 100)
         return batch
 
     with pytest.warns(UserWarning, match=r"an engine was lost, and it has been started again; \d+ requests were asked"):
