@@ -45,7 +45,7 @@ class _Projection(nn.Module):
         layer: of the same projection, as peft has wrapped it.
         by_rows: whether B is split, as the rows of the weight are; or else A, as its columns are.
         linear: Megatron's layer.
-        at: the groups.
+        groups: the process groups.
     """
 
     def __init__(self, name: str, layer: Any, by_rows: bool, linear: Any, groups: Groups) -> None:

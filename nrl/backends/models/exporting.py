@@ -114,7 +114,7 @@ def _open_files(tensors: Mapping[str, Tensor], folder: Path, stack: ExitStack) -
     places: dict[str, tuple[Any, int]] = {}
     for name, names in split.filename_to_tensors.items():
         file = stack.enter_context((folder / name).open("wb"))
-        ordered = sorted(names, key=lambda each: -tensors[each].element_size())
+        ordered = sorted(names, key=lambda tensor_name: -tensors[tensor_name].element_size())
         places |= {
             tensor_name: (file, offset)
             for tensor_name, offset in zip(ordered, _write_header(file, tensors, ordered), strict=True)

@@ -67,8 +67,8 @@ def build_lazy(model: Model, *, dtype: torch.dtype | None = None) -> LazyModel |
     nobody can, and `build` says why.
 
     >>> from nrl import tiny
-    >>> found, module = build_lazy(tiny.model(seed=3)), loading.build(tiny.model(seed=3))
-    >>> torch.equal(found.load("model.embed_tokens.weight"), module.model.embed_tokens.weight)
+    >>> lazy, module = build_lazy(tiny.model(seed=3)), loading.build(tiny.model(seed=3))
+    >>> torch.equal(lazy.load("model.embed_tokens.weight"), module.model.embed_tokens.weight)
     True
     """
     dtype = dtype or getattr(torch, model.dtype)

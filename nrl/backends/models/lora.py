@@ -217,9 +217,9 @@ class LoraReceiver:
     be of a model with another head: then all but the head is used.
 
     Args:
-        own: pieces, which are filled, of what this process has of the weights whose names are wanted.
+        select: returns this process's pieces of the weights with wanted names, which are then filled.
         clear: sets each B to 0.
-        who: how errors name the caller.
+        caller: the name of the caller in errors.
     """
 
     def __init__(

@@ -99,9 +99,9 @@ class ShardLoader:
     compared.
 
     Args:
-        own: what is filled, by name: a piece, or several; a tied weight is the same pieces under two names. Of a weight
-            that only other processes have, an empty piece.
-        who: how errors name the caller.
+        targets: the pieces to fill, by name: one, or several; a tied weight is the same pieces under two names. An
+            empty piece stands for a weight of other processes alone.
+        caller: the name of the caller in errors.
         other_head: whether the weights may be of a model with another head. Then all but the head is used; value and
             reward heads share their weight.
     """

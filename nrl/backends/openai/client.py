@@ -34,7 +34,7 @@ class Answer(NamedTuple):
     """A server's answer.
 
     Args:
-        said: the parsed JSON.
+        content: the parsed JSON.
         times: how often it was asked.
     """
 
@@ -47,7 +47,7 @@ class CompletionServer:
     """A server, and the limits for requests to it. Its ``repr`` has no secrets.
 
     Args:
-        who: how errors name the caller.
+        caller: the name of the caller in errors.
         url: the address before paths. A user and a password in it are sent, and kept out of all messages.
         key: sent as the bearer token; None: no token.
         timeout: seconds for each answer, all attempts together.
@@ -152,7 +152,7 @@ def connect(caller: str, url: str, api_key: str | None, timeout: float, in_fligh
     """Return a server by its address, with or without ``/v1``.
 
     Args:
-        caller: how errors name the caller.
+        caller: the name of the caller in errors.
         url: the address.
         api_key: sent as the bearer token, wherever the server is; None: the environment variable ``OPENAI_API_KEY``, if
             it is set and nobody can listen on the way.

@@ -70,7 +70,7 @@ def pickle_error(error: Exception, caller: str, rank: int) -> bytes:
 
     Args:
         error: of this process.
-        caller: how errors name the caller.
+        caller: the name of the caller in errors.
         rank: of this process, which a note names.
     """
     text = f"{type(error).__name__}: {error}"

@@ -178,8 +178,8 @@ def plan(
         BatchError: a token outside the vocabulary, an impossible route, or too many logits.
 
     >>> batch = Batch({"input_ids": torch.tensor([[5, 6, 7]])}, batch_size=[1])
-    >>> found = plan(batch, torch.tensor([[False, True, False]]), Rectangles, words=8)
-    >>> found.inputs["input_ids"], found.targets
+    >>> planned = plan(batch, torch.tensor([[False, True, False]]), Rectangles, words=8)
+    >>> planned.inputs["input_ids"], planned.targets
     (tensor([[5]]), {'input_ids': tensor([6])})
     """
     ids = batch["input_ids"]

@@ -52,7 +52,7 @@ def check_needs(caller: str, needs: Collection[str], provides: Collection[str], 
     """Check that a trainer computes the needed outputs.
 
     Args:
-        caller: how errors name the caller.
+        caller: the name of the caller in errors.
         needs: names of outputs.
         provides: the kinds that the trainer computes.
         name: of the trainer.
@@ -86,7 +86,7 @@ def check_sampled(caller: str, batch: Batch) -> None:
     """Check that a rollout is trained only on tokens of the policy.
 
     Args:
-        caller: how errors name the caller.
+        caller: the name of the caller in errors.
         batch: with ``turns`` and ``loss_mask``; others are no rollouts.
 
     Raises:

@@ -33,7 +33,7 @@ def even_out(
 
     Args:
         peers: the processes.
-        caller: how errors name the caller.
+        caller: the name of the caller in errors.
         microbatches: of this process.
         value: for the other processes.
 
