@@ -48,9 +48,9 @@ from nrl.runtime.mesh.local import LocalCluster
 from nrl.runtime.mesh.placement import Mesh
 from nrl.runtime.mesh.processes import Processes
 from nrl.runtime.ray.call_arguments import Arguments
-from nrl.runtime.ray.codec.messages import Receipt
-from nrl.runtime.ray.codec.pickling import serialized
-from nrl.runtime.ray.pending_call import Seat
+from nrl.runtime.ray.codec.messages import CallReply
+from nrl.runtime.ray.codec.pickling import serialize
+from nrl.runtime.ray.pending_call import ActorLocation
 from nrl.runtime.ray.processes import RayProcesses
 from nrl.runtime.venvs.registry import Executable
 
@@ -148,7 +148,7 @@ def measure(ranks: int, rows: int, tokens: int, width: int, requests: int, steps
         mesh = here.reserve(ranks).mesh(dp=ranks, executable="system", name="trainer")
         sampler = _sampler(local, ranks)
         trainer = driver_half.make_trainer(mesh, _nothing, name="nobody", max_tokens=width)
-        provided = serialized(frozenset({"logprobs"}), "")
+        provided = serialize(frozenset({"logprobs"}), "")
         here.replies.each = partial(_all, provided)
         step, state = trainer.train_step(grpo_loss), trainer.init()
         count = shard_map(_nothing, mesh, P("dp"), merged)
@@ -156,9 +156,9 @@ def measure(ranks: int, rows: int, tokens: int, width: int, requests: int, steps
         for number in range(steps + 1):
             batch = skewed(rows, tokens, width, number)
             prompts = _prompts(requests)
-            shards = [serialized(torch.zeros(len(part), width), "") for part in deal(batch.clone(), ranks)]
-            sums = serialized({f"metric {i}": Mean(torch.ones(()), torch.ones(())) for i in range(20)}, "")
-            taken = serialized({"loss": Mean(torch.ones(()), torch.ones(())), "tokens": Sum(torch.ones(()))}, "")
+            shards = [serialize(torch.zeros(len(part), width), "") for part in deal(batch.clone(), ranks)]
+            sums = serialize({f"metric {i}": Mean(torch.ones(()), torch.ones(())) for i in range(20)}, "")
+            taken = serialize({"loss": Mean(torch.ones(()), torch.ones(())), "tokens": Sum(torch.ones(()))}, "")
             clock.seconds.clear()
             with clock("rest"):
                 here.replies.each = partial(_each, shards)
@@ -318,7 +318,7 @@ def _all(given: Any, rank: int) -> list[Any]:
     return [given]
 
 
-_RECEIPT = pickle.dumps(Receipt(0.0, 0.0, (None, None)))
+_RECEIPT = pickle.dumps(CallReply(0.0, 0.0, (None, None)))
 
 
 class _Actor:
@@ -338,7 +338,7 @@ class Nowhere(LocalCluster):
     def start(self, mesh: Mesh, executable: Executable) -> Processes:
         """Nobody, once for each slot."""
         actors = [_Actor(rank, self.replies) for rank in range(mesh.size)]
-        return RayProcesses(mesh, actors, [Seat("node", "address")] * mesh.size, 60.0, actors.__getitem__)
+        return RayProcesses(mesh, actors, [ActorLocation("node", "address")] * mesh.size, 60.0, actors.__getitem__)
 
     def __enter__(self) -> "Nowhere":
         return self

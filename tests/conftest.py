@@ -54,7 +54,7 @@ def on_ray(ray_of_the_session: Cluster) -> Iterator[Cluster]:
     assert isinstance(ray_of_the_session, RayCluster)
     yield ray_of_the_session
     for processes in ray_of_the_session._meshes:
-        if not processes.ended:
+        if not processes.has_ended:
             processes.close(ClosedCluster("the module of tests that began this mesh is over"))
 
 

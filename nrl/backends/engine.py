@@ -200,7 +200,7 @@ class Decoded(NamedTuple):
 class SampleEngine(Protocol):
     """The engine that the author of a sampler writes; it samples in one process.
 
-    It may satisfy `nrl.runtime.mesh.offload.Rests`, too. And it may have ``matrices``, the one dtype that it
+    It may satisfy `nrl.runtime.mesh.offload.Offloadable`, too. And it may have ``matrices``, the one dtype that it
     keeps all weights of more than one dimension in: then they come in that dtype.
 
     `nrl.backends.sampling.pool.EnginePool` makes a sampler of such engines; `nrl.backends.hf.hf_engine` and

@@ -21,7 +21,7 @@ class Part(NamedTuple):
     """What of a column comes from one source.
 
     Args:
-        source: a future of a tensor that other processes hold (`nrl.runtime.mesh.futures.Coming`).
+        source: a future of a tensor that other processes hold (`nrl.runtime.mesh.futures.RemoteFuture`).
         rows: ``[n]`` int64, of the source.
         places: ``[n]`` int64, which rows of the column they are.
         tail: the shape of a row. What is beyond it in the source has been cut off, and where the column's rows are

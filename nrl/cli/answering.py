@@ -25,7 +25,7 @@ from nrl.envs.endpoint.sessions import KeptConversations
 from nrl.errors import ClusterError, DataError, DeadlineExceeded, GenerationError, LostRequest, ModelError
 from nrl.rollout.conversations import Conversation
 from nrl.rollout.sampler_client import Limits, shortened
-from nrl.runtime.threads import Daemons
+from nrl.runtime.threads import DaemonThreadPool
 
 __all__ = ["Answers"]
 
@@ -187,7 +187,7 @@ class _Beside:
     """A sampler that does not stream as one that does: its calls run in a thread, each of all prompts that wait."""
 
     def __init__(self, sampler: Sampler) -> None:
-        self._own, self._thread, self.busy = sampler, Daemons(1, "decoding"), False
+        self._own, self._thread, self.busy = sampler, DaemonThreadPool(1, "decoding"), False
         self._waiting: list[_Wanted] = []
         self._guard = threading.Lock()
 

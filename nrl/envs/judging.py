@@ -11,7 +11,7 @@ from nrl.arguments import checked
 from nrl.envs.contract import FailedScore, Score, Task, Trace
 from nrl.envs.judge_scores import read_score
 from nrl.errors import ArgumentError, EnvError
-from nrl.runtime.threads import beside
+from nrl.runtime.threads import run_in_loop
 
 __all__ = ["RUBRIC", "judge"]
 
@@ -108,7 +108,7 @@ def judge(
             "temperature": 0.0,
             "max_tokens": max_tokens,
         } | (options or {})
-        future: futures.Future[Any] = beside(server.ask("/chat/completions", body))
+        future: futures.Future[Any] = run_in_loop(server.ask("/chat/completions", body))
         answer = (await asyncio.wrap_future(future)).said
         try:
             choice = answer["choices"][0]

@@ -13,8 +13,8 @@ from nrl.arguments import checked
 from nrl.data.cursors import Source, Stream
 from nrl.errors import DataError
 from nrl.runtime.mesh.futures import done
-from nrl.runtime.preemption import patience
-from nrl.runtime.threads import Daemons
+from nrl.runtime.preemption import patience_left
+from nrl.runtime.threads import DaemonThreadPool
 
 __all__ = ["ahead", "at_end", "end_early", "too_late"]
 
@@ -89,7 +89,7 @@ def ahead[T](stream: Stream[T], n: int) -> Source[T]:
     made: deque[tuple[futures.Future[T], list[dict[str, Any]]]] = deque()  # items; if remote, with the state before
     handed = 0  # how many of these the last pull handed out
     expected: float = math.inf  # how many will still be taken
-    beside = Daemons(1, "ahead") if n and getattr(stream, "remote", False) else None
+    beside = DaemonThreadPool(1, "ahead") if n and getattr(stream, "remote", False) else None
 
     def one() -> T:
         return stream.take(1)[0]
@@ -159,7 +159,7 @@ def ahead[T](stream: Stream[T], n: int) -> Source[T]:
             beside.submit(work, _ends)
         for future, before in islice(list(made), handed, None):  # before the source is asked where it is
             while not future.done():
-                left = 0.0 if _AT_END.get() else patience()  # which may begin to count meanwhile
+                left = 0.0 if _AT_END.get() else patience_left()  # which may begin to count meanwhile
                 futures.wait([future], timeout=_LOOK if left is None else max(left, _SOON))
                 if left is not None and not future.done() and before:
                     return {"source": before[0], "pending": pending}  # the item under way is made anew

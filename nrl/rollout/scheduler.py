@@ -25,7 +25,7 @@ from nrl.errors import BatchError, DataError, EnvError
 from nrl.rollout.episode import Episode, failed, play
 from nrl.rollout.groups import Group
 from nrl.rollout.sampler_client import NO_LIMITS, Limits, Requests, requests_to
-from nrl.runtime.threads import Daemons
+from nrl.runtime.threads import DaemonThreadPool
 
 __all__ = ["ENDED", "Running", "Schedule", "check_env", "hashed"]
 
@@ -293,7 +293,7 @@ class Running:
         if not _inside_a_loop():
             # Not `asyncio.run`, which would delay Ctrl-C until the sampler has decoded its last row
             return self._loop.run_until_complete(work)
-        beside: futures.Future[T] = Daemons(1).submit(self._loop.run_until_complete, work)
+        beside: futures.Future[T] = DaemonThreadPool(1).submit(self._loop.run_until_complete, work)
         try:
             return beside.result()
         except BaseException:

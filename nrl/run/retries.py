@@ -11,8 +11,8 @@ from nrl.errors import ArgumentError, FailedStart, LostActor
 from nrl.log import printable, redact
 from nrl.run import checkpoint
 from nrl.run.folder import Folders, dead_end, reusing
-from nrl.runtime.preemption import ending
-from nrl.runtime.restart_state import beginning_again
+from nrl.runtime.preemption import end_after_signal
+from nrl.runtime.restart_state import mark_restart
 
 __all__ = ["retrying"]
 
@@ -76,7 +76,7 @@ def retrying[C, T](main: Callable[[C], T], times: int = 3, *, pause: float = 1.0
         folders, reached, attempt, failures = Folders(), dict[Path, int](), 1, 0
         while True:
             try:
-                with reusing(folders), ending(), beginning_again() if attempt > 1 else nullcontext():
+                with reusing(folders), end_after_signal(), mark_restart() if attempt > 1 else nullcontext():
                     return main(cfg)
             except Exception as error:
                 lost = _lost(error)

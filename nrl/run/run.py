@@ -35,7 +35,7 @@ from nrl.run.checkpoint import Checkpoints
 from nrl.run.reporting import report_at_end
 from nrl.run.step_log import Given, Loop, LoopFiles, RunningStep, collector_spared, how_to_go_on
 from nrl.runtime.mesh.futures import Future
-from nrl.runtime.preemption import Preemption, Terminated, heeded
+from nrl.runtime.preemption import Preemption, Terminated, heed_signals
 from nrl.runtime.trace import measured, profiles, timeline
 
 __all__ = ["Run", "run"]
@@ -346,7 +346,7 @@ class Run:
     # --- SIGTERM and Ctrl-C: the outermost loop heeds them, while it waits for a batch or at the end of its step
 
     def _wanted_back(self, loop: Loop) -> bool:
-        return loop is self._running[0] and self._preemption.asked
+        return loop is self._running[0] and self._preemption.is_requested
 
     def _pull(self, loop: Loop, stream: Stream[Batch], step: int) -> Batch:
         """Take the next batch. A signal breaks this off if the stream can go back; else the step is finished first.
@@ -355,7 +355,7 @@ class Run:
         """
         if loop is not self._running[0]:
             return stream.take(1)[0]
-        if self._preemption.asked:
+        if self._preemption.is_requested:
             self._end(loop)
         if expect := getattr(stream, "expect", None):
             expect(loop.steps - step)
@@ -366,7 +366,7 @@ class Run:
             batch = stream.take(1)[0]
             self._preemption.going_on, self._preemption.begun = saves, True
         except (Terminated, KeyboardInterrupt, Exception):
-            if back is None or not self._preemption.asked:
+            if back is None or not self._preemption.is_requested:
                 raise
             back()
             if not getattr(stream, "remote", False):  # other processes go on with their items, which are kept
@@ -444,7 +444,7 @@ def run(cfg: Any) -> Iterator[Run]:
     text = config.dump(cfg, redacted)
     started, keep = time.monotonic(), getattr(cfg, "checkpoints", Checkpoints())
     with ExitStack() as stack:
-        preemption = stack.enter_context(heeded(keep.grace))  # first, so that slow closing ends in time, too
+        preemption = stack.enter_context(heed_signals(keep.grace))  # first, so that slow closing ends in time, too
         out = stack.enter_context(folder.entered(cfg))
         config_file.write(out, text)
         checkpoint.seed_generators(getattr(cfg, "seed", 0))
@@ -454,7 +454,7 @@ def run(cfg: Any) -> Iterator[Run]:
         stack.callback(end_all)
         stack.enter_context(timeline.recording(out))
         stack.enter_context(profiles.profiling(out))
-        stack.callback(lambda: preemption.write(how_to_go_on(out)) if preemption.asked else None)
+        stack.callback(lambda: preemption.write(how_to_go_on(out)) if preemption.is_requested else None)
         entered = Run(out, int(getattr(cfg, "steps", 0)), keep, sink, preemption, stack, text)
         yield entered
         entered._files.check_folder("run")

@@ -23,7 +23,7 @@ from nrl.backends.types import Bucket, Chunks, Piece
 from nrl.batch import Batch, lengths
 from nrl.batch.metrics import Metrics, Sum, merge
 from nrl.files import Folder
-from nrl.runtime.mesh.futures import Future, done, on_its_way
+from nrl.runtime.mesh.futures import Future, as_future, done
 
 __all__ = ["VOCABULARY", "Bigram", "BigramState", "Recorder"]
 
@@ -140,6 +140,6 @@ class Recorder:
         return done([Completion(token, torch.zeros(1), truncated=True, version=self.version) for _ in prompts])
 
     def receive(self, buckets: Iterable[Bucket | Future[Bucket]], version: int, *, inflight: Any = "wait") -> None:
-        came = [on_its_way(bucket) for bucket in buckets]
+        came = [as_future(bucket) for bucket in buckets]
         self.weights = {piece.name: piece.tensor.clone() for bucket in came for piece in bucket}
         self.version, self.calls = version, self.calls + 1

@@ -14,9 +14,9 @@ from nrl.batch.ragged import is_ragged, numbered, ragged, rows_of
 from nrl.errors import ColumnError, MutatedBatch, PlacementError
 from nrl.run.checkpoint.serialization import decode, encode
 from nrl.runtime import P, shard_map
-from nrl.runtime.ray.codec.pickling import deserialized, serialized
-from nrl.runtime.ray.codec.tensors import rows_serializer
-from nrl.runtime.ray.worker import _digest
+from nrl.runtime.ray.codec.pickling import deserialize, serialize
+from nrl.runtime.ray.codec.tensors import make_row_serializer
+from nrl.runtime.ray.worker import _compute_digest
 
 COUNTS = [2, 0, 1, 3]
 
@@ -62,12 +62,12 @@ def test_entries_go_along_with_their_rows(counts: list[int], n: int) -> None:
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=6), st.data())
 def test_entries_arrive_in_other_processes(counts: list[int], data: st.DataObject) -> None:
     batch = rows(counts)
-    found, shared = deserialized(serialized(batch, "test"))
+    found, shared = deserialize(serialize(batch, "test"))
     check(found, counts)
-    assert _digest(found) == _digest(batch)
+    assert _compute_digest(found) == _compute_digest(batch)
     index = data.draw(st.lists(st.sampled_from(range(len(counts))), unique=True))
-    if ship := rows_serializer(batch):
-        found, shared = deserialized(ship(index))
+    if ship := make_row_serializer(batch):
+        found, shared = deserialize(ship(index))
         check(found, counts)
         assert found["row"].tolist() == index
         if index and any(counts[i] for i in index):
@@ -81,14 +81,14 @@ def test_the_padding_stays_behind_and_other_rows_entries_do_too() -> None:
     media = ragged([torch.zeros(10000), torch.zeros(1)])
     mask = torch.tensor([[True] * 9, [True] + [False] * 8])
     batch = assign(Batch({}, batch_size=[2]), input_ids=mask.long(), attention_mask=mask, media=media)
-    ship = rows_serializer(batch)
+    ship = make_row_serializer(batch)
     assert ship is not None
     assert sum(map(len, ship([1]))) < 2000
 
 
 def test_a_difference_in_entries_is_a_difference() -> None:
     base, other = rows(), rows([2, 1, 0, 3])
-    assert _digest(base["media"]) != _digest(other["media"])
+    assert _compute_digest(base["media"]) != _compute_digest(other["media"])
     with nrl.cluster("local") as cluster:
         mesh = cluster.reserve(2).mesh()
         again = shard_map(lambda x: x, mesh, P(), P())(base["media"]).result()

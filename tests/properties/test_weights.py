@@ -60,7 +60,7 @@ def refused(trainer: Trainer, loss: Loss, batch: Batch, error: type[Exception], 
     before = weights(state)
     with pytest.raises(error, match=match):
         trainer.train_step(loss)(state, batch)
-    assert not state.handle.consumed
+    assert not state.handle.is_consumed
     assert_equal(weights(state), before)
     good = make_batch([6, 6, 6], [False] * 3, [False] * 3, seed=8, pairs=False)
     after, _ = trainer.train_step(sft_loss)(state, good)

@@ -22,7 +22,7 @@ from nrl.data import Source, Stream, counting
 from nrl.errors import LostActor
 from nrl.run.checkpoint import Checkpoints, checkpoints
 from nrl.runtime import preemption
-from nrl.runtime.preemption import Terminated, heeded
+from nrl.runtime.preemption import Terminated, heed_signals
 from tests.children import ends
 
 
@@ -39,7 +39,7 @@ def terminate() -> None:
 
 def call_off() -> None:
     """Make as if no signal had come: this process lives on."""
-    preemption._asked = None
+    preemption._signal = None
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
@@ -234,17 +234,17 @@ def handled(handler: Any) -> Iterator[None]:
 
 @pytest.mark.parametrize("handler", [lambda number, frame: None, signal.SIG_IGN])
 def test_a_handler_of_the_program_stays(handler: Any) -> None:
-    with handled(handler), heeded(30.0):
+    with handled(handler), heed_signals(30.0):
         assert signal.getsignal(signal.SIGTERM) is handler
 
 
 def test_another_thread_has_no_handler() -> None:
     with futures.ThreadPoolExecutor(1) as pool:
-        with heeded(30.0) as found:
+        with heed_signals(30.0) as found:
             assert signal.getsignal(signal.SIGTERM) == found.handle
 
         def elsewhere() -> Any:
-            with heeded(30.0):
+            with heed_signals(30.0):
                 return signal.getsignal(signal.SIGTERM)
 
         assert pool.submit(elsewhere).result() is signal.SIG_DFL
@@ -252,12 +252,12 @@ def test_another_thread_has_no_handler() -> None:
 
 def test_patience_has_an_end_until_the_process_ends() -> None:
     found = []
-    with pytest.raises(Terminated), heeded(600.0):  # noqa: PT012  the end of the block is what is looked at
+    with pytest.raises(Terminated), heed_signals(600.0):  # noqa: PT012  the end of the block is what is looked at
         try:
             terminate()
         finally:
-            found.append(preemption.patience() or 0.0)
-    found.append(preemption.patience() or 0.0)
+            found.append(preemption.patience_left() or 0.0)
+    found.append(preemption.patience_left() or 0.0)
     assert 235 < found[1] <= found[0] <= 240
 
 
@@ -297,18 +297,18 @@ def test_ctrl_c_saves_like_sigterm_and_the_process_lives_on(
 @pytest.mark.usefixtures("_interruptible")
 def test_ctrl_c_is_heeded_until_the_block_that_handles_it_ends() -> None:
     def elsewhere() -> bool:
-        with heeded(30.0) as other:
-            return other.asked
+        with heed_signals(30.0) as other:
+            return other.is_requested
 
-    with heeded(30.0) as found:
+    with heed_signals(30.0) as found:
         found.going_on = True
         interrupt()
         with futures.ThreadPoolExecutor(1) as pool:
             assert pool.submit(elsewhere).result()
-        with heeded(30.0) as inner:
-            assert inner.asked
-        assert found.asked
-    assert not found.asked
+        with heed_signals(30.0) as inner:
+            assert inner.is_requested
+        assert found.is_requested
+    assert not found.is_requested
 
 
 @pytest.mark.usefixtures("_interruptible")
@@ -337,7 +337,7 @@ def test_a_handler_of_the_program_for_ctrl_c_stays(module: str | None) -> None:
 
     own.__module__ = module  # type: ignore[assignment]
     signal.signal(signal.SIGINT, own)
-    with heeded(30.0):
+    with heed_signals(30.0):
         assert signal.getsignal(signal.SIGINT) is own
 
 

@@ -116,7 +116,7 @@ def _make_engine(
 
     where = device_of("fsdp.trainer", device)
     if alone and where.type == "cuda":  # engines of vLLM, which may lie in the driver's process, refuse them
-        cuda_allocator.grow()
+        cuda_allocator.use_expandable_segments()
     packing = packing_on(where, packing, model.dtype, "fsdp.trainer")
     if deterministic:
         make_deterministic()

@@ -51,7 +51,7 @@ from nrl.errors import ModelError
 from nrl.files import Folder
 from nrl.log import waiting
 from nrl.runtime.intraop import fit_threads
-from nrl.runtime.mesh.offload import FROZEN, rest, wake
+from nrl.runtime.mesh.offload import FROZEN, offload_value, onload_value
 
 __all__ = ["TorchEngine"]
 
@@ -139,7 +139,7 @@ class TorchEngine:
 
     def freeze(self, params: nn.Module) -> nn.Module:
         """A frozen copy."""
-        wake(params)
+        onload_value(params)
         if self._peers.alone:
             module = copy.deepcopy(params).requires_grad_(False)
         else:
@@ -155,7 +155,7 @@ class TorchEngine:
 
     def forward(self, params: nn.Module, microbatches: Iterable[Batch], needs: frozenset[str]) -> Sequence[TensorDict]:
         """Outputs without gradients, on the CPU."""
-        wake(params)
+        onload_value(params)
         params.eval()
         asked = needs | {"top_k_ids", "top_k_logprobs"}
         parts, _ = evened(self._peers, "forward", microbatches)
@@ -185,7 +185,7 @@ class TorchEngine:
         module, optimizer, step = state
         name = name_of(loss)
         for frozen in FROZEN:
-            rest(frozen)
+            offload_value(frozen)
         module.train()
         with sharding.reset_after(module), counting(module) as loads:
             compute = partial(self._sums, module, loss, name, weights, loads)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from nrl.backends.fsdp.optimizer import TorchOptimizer
 from nrl.backends.training.adapters import Adapter
-from nrl.runtime.mesh.offload import rest, to_host, wake
+from nrl.runtime.mesh.offload import offload_value, onload_value, to_host
 
 __all__ = ["TorchParams", "TorchState"]
 
@@ -19,14 +19,14 @@ class TorchState(NamedTuple):
     optimizer: TorchOptimizer
     step: int
 
-    def rest(self) -> None:
-        """Move model and moments off the device; see `nrl.runtime.mesh.offload.Rests`."""
+    def offload(self) -> None:
+        """Move model and moments off the device; see `nrl.runtime.mesh.offload.Offloadable`."""
         self._move_moments(to_host(self.optimizer))
-        rest(self.module)  # which waits for all copies
+        offload_value(self.module)  # which waits for all copies
 
-    def wake(self) -> None:
+    def onload(self) -> None:
         """Move them back."""
-        wake(self.module)
+        onload_value(self.module)
         device = next(self.module.parameters()).device
         self._move_moments(lambda x: x.to(device, non_blocking=True))
 

@@ -18,7 +18,7 @@ from nrl.backends.models.shards import Filling, wholes
 from nrl.backends.models.weight_layout import in_files, parts
 from nrl.backends.types import Bucket, Model
 from nrl.runtime.intraop import fit_threads
-from nrl.runtime.mesh.offload import rest, wake
+from nrl.runtime.mesh.offload import offload_value, onload_value
 
 __all__ = ["HfEngine"]
 
@@ -43,13 +43,13 @@ class HfEngine:
         self._recording = Recording(module) if routes else None
         self._batches: list[tuple[list[Request], Decoding]] = []  # the first is decoded, the others wait
 
-    def rest(self) -> None:
-        """Move the model off its device; see `nrl.runtime.mesh.offload.Rests`."""
-        rest(self.module)
+    def offload(self) -> None:
+        """Move the model off its device; see `nrl.runtime.mesh.offload.Offloadable`."""
+        offload_value(self.module)
 
-    def wake(self) -> None:
+    def onload(self) -> None:
         """Move the model back."""
-        wake(self.module)
+        onload_value(self.module)
 
     def advance(self, requests: Sequence[Request], cancelled: Sequence[int]) -> Sequence[tuple[int, Decoded]]:
         """Decode all requests that are sampled alike together, to their end; some that are cancellable, for a second.

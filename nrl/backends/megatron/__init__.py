@@ -113,7 +113,7 @@ def _make_engine(
 
     where = device_of("megatron.trainer", device)
     if alone and where.type == "cuda":
-        cuda_allocator.grow()
+        cuda_allocator.use_expandable_segments()
     here = process().device_mesh
     if here is None:  # this process stands for all
         layout = Layout()

@@ -20,8 +20,8 @@ from nrl.backends.sampling.base import Capabilities, Inflight
 from nrl.backends.sampling.validation import check_prompts, truncates, warn_of_truncation
 from nrl.backends.types import Bucket, Chunks, Completion, Model, Sampling
 from nrl.errors import ArgumentError, GenerationError
-from nrl.runtime.mesh.futures import Future, gathered
-from nrl.runtime.threads import beside
+from nrl.runtime.mesh.futures import Future, gather
+from nrl.runtime.threads import run_in_loop
 
 __all__ = ["EndpointSampler", "sampler"]
 
@@ -153,7 +153,7 @@ class EndpointSampler:
             GenerationError: a prompt that cannot be completed, or a sampling for which the server gives
                 log-probabilities of another distribution.
         """
-        return gathered(self.stream(prompts, list(range(len(prompts))) if seeds is None else seeds, sampling))
+        return gather(self.stream(prompts, list(range(len(prompts))) if seeds is None else seeds, sampling))
 
     def stream(
         self, prompts: Sequence[Chunks], seeds: Sequence[int], sampling: Sampling | None = None
@@ -171,7 +171,7 @@ class EndpointSampler:
         tokens = cast(Sequence[Sequence[int]], prompts)
         bodies = [self.endpoint.request(*each, chosen) for each in zip(tokens, seeds, strict=True)]
         places = self.servers.place(tokens)
-        return [beside(self.servers.complete(*each)) for each in zip(bodies, places, strict=True)]
+        return [run_in_loop(self.servers.complete(*each)) for each in zip(bodies, places, strict=True)]
 
     def receive(self, buckets: Iterable[Bucket | Future[Bucket]], version: int, *, inflight: Inflight = "wait") -> None:
         """Refuse weights: the interface has no way to put them into the server.

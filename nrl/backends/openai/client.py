@@ -78,7 +78,7 @@ class Server:
         self._room = asyncio.Semaphore(self.in_flight)
 
     async def ask(self, path: str, body: Mapping[str, Any] | None = None) -> Answer:
-        """Get a path, or post a body to it as JSON; `nrl.runtime.threads.beside` runs this.
+        """Get a path, or post a body to it as JSON; `nrl.runtime.threads.run_in_loop` runs this.
 
         It tries again, a few times and ever later, where a connection fails or the server is busy or fails.
 

@@ -11,8 +11,8 @@ import torch
 from nrl.backends.openai.client import Server, excerpt
 from nrl.backends.types import Completion, Sampling
 from nrl.errors import ClusterError, GenerationError, LostRequest
-from nrl.runtime.mesh.futures import gathered
-from nrl.runtime.threads import beside
+from nrl.runtime.mesh.futures import gather
+from nrl.runtime.threads import run_in_loop
 
 __all__ = ["Endpoint", "Meaning", "probe", "served"]
 
@@ -153,7 +153,7 @@ def served(server: Server, name: str | None) -> tuple[str, int | None]:
     Raises:
         GenerationError: the server does not list it.
     """
-    answer = beside(server.ask("/models")).result().said
+    answer = run_in_loop(server.ask("/models")).result().said
     try:
         listed = {str(each["id"]): each.get("max_model_len") for each in answer["data"]}
     except (TypeError, KeyError, AttributeError):
@@ -182,7 +182,7 @@ def probe(endpoint: Endpoint) -> Meaning:
     sharp, flat = Sampling(temperature=0.25, max_new_tokens=1), Sampling(temperature=2.0, max_new_tokens=16)
     rows = [(0, sharp), (0, flat), (0, flat), (1, flat), (0, attrs.evolve(flat, top_k=1))]
     bodies = [endpoint.request(prompt, *row) | {"logprobs": 1} for row in rows]  # and of the most probable one
-    asked = gathered([beside(endpoint.server.ask("/completions", body)) for body in bodies]).result()
+    asked = gather([run_in_loop(endpoint.server.ask("/completions", body)) for body in bodies]).result()
     answers = [each.said for each in asked]
     found = [endpoint.completion(*each) for each in zip(bodies, answers, strict=True)]
     first, again, other = (each.token_ids.tolist() for each in found[1:4])

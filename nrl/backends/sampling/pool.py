@@ -27,7 +27,7 @@ from nrl.backends.sampling.weights import Weights, give, say
 from nrl.backends.types import Bucket, Chunks, Completion, Model, Sampling
 from nrl.errors import ConsumedState, DeadlineExceeded, GenerationError, LostRequest, ModelError, WeightMismatch
 from nrl.log import slow_wait
-from nrl.runtime.mesh.futures import Future, done, gathered
+from nrl.runtime.mesh.futures import Future, done, gather
 from nrl.runtime.mesh.placement import Mesh
 
 __all__ = ["EnginePool", "StreamingEnginePool"]
@@ -118,7 +118,7 @@ class EnginePool:
             GenerationError: a prompt that cannot be completed, or weights that were received only in part.
             ClosedCluster: the cluster has been left.
         """
-        return gathered(self._ask(prompts, seeds, sampling))
+        return gather(self._ask(prompts, seeds, sampling))
 
     def everywhere(self, prompt: Sequence[int], sampling: Sampling) -> Future[list[Completion]]:
         """Let every engine complete a prompt; see `nrl.backends.sampling.base.Probed`.
@@ -127,7 +127,7 @@ class EnginePool:
         """
         load, alive = self._load(), self._alive()
         there = [place for place in alive if math.isfinite(load[place])] or alive
-        return gathered(self._ask([prompt] * len(there), None, sampling, there))
+        return gather(self._ask([prompt] * len(there), None, sampling, there))
 
     def _ask(
         self,

@@ -243,7 +243,7 @@ class Seat:
         What nrl did not raise on purpose, such as an error of CUDA, leaves an engine in a state that nobody knows. Its
         processes are ended then, if they are others than this one.
         """
-        if self.mesh.processes.ended:
+        if self.mesh.processes.has_ended:
             return error
         if not self.mesh.cluster.remote or isinstance(error, NrlError):
             return None
@@ -336,7 +336,7 @@ class Seat:
         count = self.mesh.processes.count
         engines = [0 if count == 1 else self.mesh.shard_of(rank) for rank in range(count)]
         args = (Each([column[engine] for engine in engines]) for column in columns)
-        reply: Results = call(self.mesh, who, partial(method, name), self._there, *args, outs=Out.each, turn=turn)
+        reply: Results = call(self.mesh, who, partial(method, name), self._there, *args, outs=Out.per_shard, turn=turn)
         return reply
 
 

@@ -62,7 +62,7 @@ def publish(params: Params, sampler: Sampler, inflight: Inflight = "wait") -> in
     ...     publish(state.params, sampler), publish(state.params, sampler), sampler.version, state.version
     (1, 1, 1, 1)
     """
-    if params.handle.consumed:
+    if params.handle.is_consumed:
         raise ConsumedState(
             "publish: these params were borrowed from a state that a step has consumed; publish(state.params, sampler) "
             "with the state that the step returned"

@@ -15,7 +15,7 @@ from nrl.backends.training.states import Params
 from nrl.backends.types import Bucket, Completion, Sampling, top_k
 from nrl.batch import Batch
 from nrl.errors import CorruptedTransfer, TransferError, WeightMismatch
-from nrl.runtime.mesh.futures import Coming, Future, on_its_way
+from nrl.runtime.mesh.futures import Future, RemoteFuture, as_future
 from nrl.runtime.mesh.placement import Mesh
 
 __all__ = ["Weights", "give", "say"]
@@ -162,7 +162,9 @@ def _give(seats: Sequence[Seat], buckets: Iterable[Bucket | Future[Bucket]], ver
     refused: list[Exception] = []
 
     def note(seat: Seat, error: Exception, given: Any) -> None:
-        its_own = not (isinstance(given, Coming) and given.failure() is error)  # else it is the trainer mesh's error
+        its_own = not (
+            isinstance(given, RemoteFuture) and given.failure() is error
+        )  # else it is the trainer mesh's error
         if its_own and (death := seat.death(error)) is not None:
             dead[seat] = death
         else:
@@ -191,7 +193,7 @@ def _give(seats: Sequence[Seat], buckets: Iterable[Bucket | Future[Bucket]], ver
     loading = list[tuple[Seat, Future[Any], Any]]()
     try:
         for bucket in buckets:  # the trainer reads the next one while engines load this one
-            before, loading = loading, ask("add", on_its_way(bucket))
+            before, loading = loading, ask("add", as_future(bucket))
             wait(before)
     finally:
         wait(loading)

@@ -13,7 +13,7 @@ import torch
 from nrl.batch.metrics import Max, Mean, Metrics
 from nrl.errors import ArgumentError
 from nrl.runtime.device_specs import peak
-from nrl.runtime.mesh.current_process import idle, process
+from nrl.runtime.mesh.current_process import measure_idle, process
 
 __all__ = ["FLOPS", "PREFIX", "device_of", "measuring"]
 
@@ -64,7 +64,7 @@ def measuring() -> Callable[[Metrics], Metrics]:
             if done is not None:  # it is of all processes, so one of them counts it
                 mine = done[0].double() if process().first else torch.zeros((), dtype=torch.float64)
                 told[name] = Mean(mine / unit, _number(now - began))
-        waited, since = idle(began, now)
+        waited, since = measure_idle(began, now)
         told["device/idle"] = Mean(_number(waited), _number(since))
         if cuda:
             told["device/max_memory_allocated"] = Max(_number(torch.cuda.max_memory_allocated() / _GIB))

@@ -147,7 +147,7 @@ class TrainState:
     @property
     def params(self) -> Params:
         """Its weights, borrowed."""
-        if self.handle.consumed:
+        if self.handle.is_consumed:
             self.handle.borrow(self.handle.owner, "state.params")
         return self._params
 

@@ -64,12 +64,12 @@ from nrl.files import (
 )
 from nrl.files import write as write_file
 from nrl.runtime import Future, Handle, Mesh, done
-from nrl.runtime.mesh.futures import on_its_way
-from nrl.runtime.mesh.processes import Donated, Out, Rows, Value
+from nrl.runtime.mesh.futures import as_future
+from nrl.runtime.mesh.processes import Donated, Out, RowSlice, Value
 from nrl.runtime.mesh.rpc import Each, call, from_all, from_first, method
 from nrl.runtime.preemption import note_save
 from nrl.runtime.trace import measured
-from nrl.runtime.transfer import route
+from nrl.runtime.transfer import choose_route
 
 __all__ = ["TrainStep", "Trainer", "make_trainer"]
 
@@ -166,7 +166,7 @@ class Trainer:
         """Give a fresh train state these weights, a bucket at a time: no process holds more of them than it keeps."""
         filling = Each(self._call("init", partial(method, "receive"), Each(values), turn=False))
         for bucket in params.buckets("init"):
-            from_first(self.mesh, "init", partial(method, "add"), filling, on_its_way(bucket), turn=False)
+            from_first(self.mesh, "init", partial(method, "add"), filling, as_future(bucket), turn=False)
         from_first(self.mesh, "init", partial(method, "end"), filling, turn=False)
 
     def load(self, source: str | None = None) -> Params:
@@ -195,7 +195,7 @@ class Trainer:
         self, params: Params, who: str, to: Sequence[Mesh], dtype: torch.dtype | None = None
     ) -> Iterator[Future[Bucket]]:
         """What `Params.buckets` gives."""
-        way = route(self.mesh, to)
+        way = choose_route(self.mesh, to)
         # Those that receive may be on the same devices, and both have to be there
         pieces = Each(self._call(who, partial(worker.read, params.find, dtype), self._borrow(params, who), turn=False))
         some, more = partial(weight_stream.next_bucket, who, way.send, way.same), True
@@ -250,7 +250,7 @@ class Trainer:
             check_room(f"{who}: logits", batch["input_ids"].numel(), widths["logits"], "give it fewer rows at a time")
         likes = worker.outputs_like(batch, needs, widths)
         fn = partial(worker.forward, self._split, frozenset(needs), widths, params.find)
-        replies = self._call(who, fn, values, *shards, outs=(Out.each,) * len(likes))
+        replies = self._call(who, fn, values, *shards, outs=(Out.per_shard,) * len(likes))
         return {
             name: reply.then(partial(_in_order, who, rows), rows, like)
             for (name, like), reply in zip(likes.items(), replies, strict=True)
@@ -358,7 +358,7 @@ class Trainer:
             fn = partial(worker.train, loss, self._split)
             donated, consume = Each([Donated(value) for value in values]), partial(state.handle.donate, self, who)
             with self._stepping:
-                new, found = self._call(who, fn, donated, weights, *shards, outs=(Out.kept, Out.all), sent=consume)
+                new, found = self._call(who, fn, donated, weights, *shards, outs=(Out.on_rank, Out.all), sent=consume)
             return (
                 self._state(new, state.step + 1, state.version, False, params.adapter_of),
                 found.then(partial(_of_the_step, metrics)),
@@ -392,7 +392,7 @@ class Trainer:
             What waits for the files, in any thread, and raises what their writers raised.
         """
         fn, values, folder, record = self._to_save(worker.begin_writing, value, folder)
-        writers, copied = self._call("save", fn, values, folder, outs=(Out.kept, Out.all))
+        writers, copied = self._call("save", fn, values, folder, outs=(Out.on_rank, Out.all))
         copied.then(list).result()
         return lambda: self._written(all_written(self.mesh, writers), folder, record)
 
@@ -554,7 +554,7 @@ class Trainer:
     def _shards(self, batch: Batch) -> tuple[list[Tensor], list[Each]]:
         """Which rows the shards hold; and which of them each process gets."""
         rows = deal(batch, self.mesh.dp)
-        shards = [Rows(batch, index) for index in rows]
+        shards = [RowSlice(batch, index) for index in rows]
         n = self.mesh.processes.count
         given = [shards] if n == 1 else [[shards[self.mesh.shard_of(rank)]] for rank in range(n)]
         return rows, [Each(column) for column in zip(*given, strict=True)]

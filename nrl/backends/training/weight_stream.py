@@ -11,7 +11,7 @@ from nrl.backends.models.shards import Joining, whole
 from nrl.backends.training.collectives import HeldError, Peers
 from nrl.backends.types import Bucket, Piece
 from nrl.runtime.mesh.current_process import process
-from nrl.runtime.transfer import Tensors, gathered, opened, sent
+from nrl.runtime.transfer import Tensors, all_gather_tensors, receive_tensors, send_tensors
 
 __all__ = ["Reading", "next_bucket", "received", "whole_weights", "written_whole"]
 
@@ -51,7 +51,7 @@ class Reading:
     def next_whole(self, group: Any = None) -> list[Piece]:
         """Some more whole weights, put together of the pieces of all processes; a collective."""
         mine = self.next(1 / 2)  # they are there twice, in pieces and whole
-        each = gathered(_tensors(mine), (_places(mine), self.more), group)
+        each = all_gather_tensors(_tensors(mine), (_places(mine), self.more), group)
         self.more = any(more for _, (_, more) in each)
         pieces = chain(*(_pieces(tensors, places) for tensors, (places, _) in each))
         return [whole(name, tensor) for name, tensor in self._joining.add(pieces)]
@@ -105,15 +105,18 @@ def next_bucket(who: str, send: Callable[[Tensors], Any], same: bool, reading: R
     pieces = reading.next_whole() if same else reading.next()
     if not reading.more:
         reading.end(who)
-    return (_places(pieces), *sent(send, _tensors(pieces))), reading.more
+    return (_places(pieces), *send_tensors(send, _tensors(pieces))), reading.more
 
 
 type _Places = dict[str, tuple[str, tuple[int, ...], tuple[slice, ...]]]
 
 
 def received(results: Sequence[tuple[_Places, Any, dict[str, int]]]) -> Bucket:
-    """The pieces that `next_bucket` sent, in a process that receives them. Raises as `nrl.runtime.transfer.opened`."""
-    tensors = opened([(travelled, sums) for _, travelled, sums in results])
+    """The pieces that `next_bucket` sent, in a process that receives them.
+
+    Raises as `nrl.runtime.transfer.receive_tensors`.
+    """
+    tensors = receive_tensors([(travelled, sums) for _, travelled, sums in results])
     places = {key: place for told, *_ in results for key, place in told.items()}
     return list(_pieces(tensors, places))
 

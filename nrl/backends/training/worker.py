@@ -23,7 +23,7 @@ from nrl.batch.metrics import Metrics
 from nrl.errors import ModelError
 from nrl.files import Folder, Saved
 from nrl.runtime.mesh.current_process import process
-from nrl.runtime.threads import Daemons
+from nrl.runtime.threads import DaemonThreadPool
 
 __all__ = [
     "Find",
@@ -47,7 +47,7 @@ type _Writing = Future[Saved]
 type Find = Callable[[_Engine, Any], Any]
 """How a process finds params in the value that it holds."""
 
-_WRITERS = Daemons(1, "saving")
+_WRITERS = DaemonThreadPool(1, "saving")
 
 
 def as_it_is(engine: _Engine, value: Any) -> Any:

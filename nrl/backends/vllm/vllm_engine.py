@@ -132,12 +132,12 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    def rest(self) -> None:
+    def offload(self) -> None:
         """Leave the device: move weights to the memory of the host, and drop keys and values."""
         weight_loading.forget(self._engine)
         self._engine.sleep(level=1, mode="keep")
 
-    def wake(self) -> None:
+    def onload(self) -> None:
         """Go back to the device."""
         self._engine.wake_up()
 

@@ -10,7 +10,7 @@ from nrl.envs.pools.frames import framed
 from nrl.errors import EnvError, PlacementError
 from nrl.log.slow_wait import wait_until
 from nrl.runtime.ray.connection import stock
-from nrl.runtime.ray.remote_object import Apart, Gone
+from nrl.runtime.ray.remote_object import RemoteObject, RemoteObjectDied
 from nrl.runtime.venvs.environments import Recipe
 
 __all__ = ["OnRay"]
@@ -33,7 +33,7 @@ class OnRay:
 
     def __init__(self, who: str, cluster: str, others: Callable[[], bool]) -> None:
         self._who, self._cluster, self._others = who, cluster, others
-        self._there: Apart | None = None
+        self._there: RemoteObject | None = None
         self._placed, self._ended = False, False
 
     def start(self, recipe: Recipe, env: Mapping[str, str], path: Sequence[str]) -> None:
@@ -43,7 +43,7 @@ class OnRay:
             NoRoom: none is, within 30 s where others of the pool have started, else within 5 minutes.
         """
         try:
-            self._there = Apart(self._cluster, Child, also=[framed])
+            self._there = RemoteObject(self._cluster, Child, also=[framed])
             self._find_room(self._there)
             started = self._there.call("start", recipe, dict(env), list(path))
 
@@ -64,7 +64,7 @@ class OnRay:
             why = str(error)
         raise EnvError(f"{self._who}: could not start on the Ray cluster: {why}")
 
-    def _find_room(self, there: Apart) -> None:
+    def _find_room(self, there: RemoteObject) -> None:
         answered, began = there.call("there"), time.monotonic()
 
         def given_up() -> bool:
@@ -96,7 +96,7 @@ class OnRay:
         assert self._there is not None
         try:
             found: list[bytes] = self._there.call("ask", request, None)(timeout)
-        except Gone as error:
+        except RemoteObjectDied as error:
             raise EOFError(str(error)) from None
         return found
 
@@ -104,7 +104,7 @@ class OnRay:
         """Begin to end the process and what descends from it; `leave` sees it end."""
         self._ended = True
         if self._there is not None:
-            with suppress(Gone):
+            with suppress(RemoteObjectDied):
                 self._there.call("kill")
 
     def fate(self, why: str) -> str:
@@ -112,7 +112,7 @@ class OnRay:
         assert self._there is not None
         try:
             return str(self._there.call("fate", why)(_LAST))
-        except (Gone, TimeoutError) as error:
+        except (RemoteObjectDied, TimeoutError) as error:
             return f"its process {why and f'({why}) '}is gone, with its actor: {str(error) or 'it does not answer'}"
 
     def leave(self) -> None:

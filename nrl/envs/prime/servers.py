@@ -16,7 +16,7 @@ from nrl.envs.endpoint.driven import Endpoint, driven
 from nrl.envs.gym.values import sendable
 from nrl.envs.seeds import shuffled
 from nrl.errors import EnvError
-from nrl.runtime.threads import beside
+from nrl.runtime.threads import run_in_loop
 
 __all__ = ["verifiers_server"]
 
@@ -80,7 +80,7 @@ async def _start(address: str, sampling: Mapping[str, Any], task: Task, endpoint
         "model": endpoint.model,
         "sampling": sampling,
     }
-    reply, traces = await asyncio.wrap_future(beside(_run(address, asked)))
+    reply, traces = await asyncio.wrap_future(run_in_loop(_run(address, asked)))
     return _score(reply, traces)
 
 

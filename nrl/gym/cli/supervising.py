@@ -14,7 +14,7 @@ from nrl.errors import ConfigError, DeadlineExceeded, EnvError, NrlError
 from nrl.gym.cli.replicas import Interpreter, Replica, environment_of, fate, live, seconds, watch
 from nrl.log.redaction import redact
 from nrl.runtime.ports import first_free
-from nrl.runtime.threads import Daemons
+from nrl.runtime.threads import DaemonThreadPool
 from nrl.runtime.venvs.building import provide
 from nrl.runtime.venvs.environments import sources
 from nrl.runtime.venvs.recipes import recipe
@@ -73,7 +73,7 @@ class Supervisor:
         self._began = time.monotonic()
         self._interpreters: dict[str, asyncio.Future[tuple[Path, list[str] | None]]] = {}
         self._lives: list[asyncio.Task[None]] = []
-        self._threads = Daemons(4, "executables")
+        self._threads = DaemonThreadPool(4, "executables")
         self.replicas = [replica for name in gym.servers for replica in self._replicas(name)]
 
     def _replicas(self, name: str) -> list[Replica]:

@@ -22,7 +22,7 @@ from nrl.ops.doctor.network_checks import clock_of, connected, seen_by_all
 from nrl.ops.doctor.remote_checks import CONNECTING, Host, answered, longer, reason, unanswered
 from nrl.ops.doctor.runner import SILENCE
 from nrl.ops.doctor.service_checks import hub_judged, sandbox_judged
-from nrl.runtime.clusters import cluster as entered
+from nrl.runtime.clusters import cluster as enter_cluster
 from nrl.runtime.node.machine import Facts, facts
 from nrl.runtime.node.probe import Probe
 from nrl.runtime.ray.connection import target
@@ -54,7 +54,7 @@ def hosts(address: str, shared: str | None, size: int, limit: float, expected: i
         yield failed("cluster", silent, f"give the address of the head that `ray start --head` printed. {_HEAD}")
         return
     try:
-        with entered(address, deadline=limit):
+        with enter_cluster(address, deadline=limit):
             took = f"; to {'start' if address == 'ray' else 'join'} it took {time.monotonic() - began:.1f} s"
             try:
                 come = [] if expected is None else [_come(expected, limit)]

@@ -9,7 +9,7 @@ from typing import Any
 from nrl.log import error_text, wait_until
 from nrl.ops.doctor.findings import Check, Finding, failed, warning
 from nrl.runtime.node.machine import Facts, facts
-from nrl.runtime.threads import Daemons
+from nrl.runtime.threads import DaemonThreadPool
 
 __all__ = ["SILENCE", "findings"]
 
@@ -25,7 +25,7 @@ def findings(checks: Sequence[Check], limit: float, look: Callable[[], Facts] = 
         limit: seconds for all of them. One that has not ended by then is late, a warning, and is left to itself.
         look: finds out what this machine is.
     """
-    threads, until = Daemons(len(checks) + 1, name="doctor"), time.monotonic() + limit
+    threads, until = DaemonThreadPool(len(checks) + 1, name="doctor"), time.monotonic() + limit
     machine = threads.submit(look)
     if late := _late("facts", machine, until, limit):
         yield late

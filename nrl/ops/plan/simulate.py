@@ -32,7 +32,7 @@ from nrl.errors import ConfigError
 from nrl.ops.plan import fake_cuda
 from nrl.ops.plan.gpus import GPUS
 from nrl.ops.plan.op_counter import Counting
-from nrl.runtime.mesh.current_process import Process, entered
+from nrl.runtime.mesh.current_process import Process, enter_process
 
 __all__ = ["LOSSES", "Step", "drive", "rows"]
 
@@ -199,7 +199,7 @@ def _here(step: Step) -> dict[str, Any]:
         }
 
     register_optimizer_step_pre_hook(ready)
-    with counting, entered(Process(step.rank, step.dp, mesh)):
+    with counting, enter_process(Process(step.rank, step.dp, mesh)):
         state = engine.init()
         engine.train(state, loss, parts, weights)  # it makes the moments
         stage("forward", lambda: engine.forward(state.module, parts, frozenset({"logprobs"})))
@@ -210,8 +210,8 @@ def _here(step: Step) -> dict[str, Any]:
         if not step.offload:
             stage("publish", lambda: _publish(engine, state, step, others))
             stage("save", lambda: _save(engine, state))
-            stage("rest", state.rest)
-            stage("wake", state.wake)
+            stage("rest", state.offload)
+            stage("wake", state.onload)
     return found | {
         **{name: stages["train"][name] for name in ("peak", "peak_at", "collectives", "copied", "waits")},
         "parameters": held,

@@ -34,11 +34,11 @@ from nrl.run.checkpoint.retention import Checkpoint, Checkpoints, best, checkpoi
 from nrl.run.checkpoint.serialization import decode, encode
 from nrl.run.checkpoint.state import RANDOM, check, content, loaded, random_state, read, set_random_state, trainers
 from nrl.runtime.preemption import note_save
-from nrl.runtime.threads import Daemons
+from nrl.runtime.threads import DaemonThreadPool
 
 __all__ = ["begin_storing", "load", "newest", "save", "store", "verify"]
 
-_WRITER = Daemons(1, "checkpoint")
+_WRITER = DaemonThreadPool(1, "checkpoint")
 
 
 def save(
@@ -317,7 +317,7 @@ def begin_storing(
     complete = _begun(storage.place(root, step), step, values, meta, beside=True)
     future = _WRITER.submit(lambda: _kept(complete(), keep, say))
     for trainer in trainers(values).values():
-        trainer.mesh.cluster.hold(future)
+        trainer.mesh.cluster.wait_for_on_exit(future)
     return future
 
 

@@ -28,7 +28,7 @@ def call(
     who: str,
     fn: Callable[..., Any],
     *args: Any,
-    outs: Out | tuple[Out, ...] = Out.kept,
+    outs: Out | tuple[Out, ...] = Out.on_rank,
     turn: bool = True,
     sent: Callable[[], object] | None = None,
 ) -> Any:

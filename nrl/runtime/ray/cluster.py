@@ -16,12 +16,12 @@ from nrl.runtime.mesh.placement import Cluster, Kind, Mesh, Slots, Strategy
 from nrl.runtime.mesh.processes import Processes
 from nrl.runtime.mesh.task_queue import SIDE_BY_SIDE
 from nrl.runtime.ports import NRL_PORTS, ports
-from nrl.runtime.ray.actor import Actor, split
+from nrl.runtime.ray.actor import Actor, split_env
 from nrl.runtime.ray.clock_skew import Host, looked_at, say_if_uneven
 from nrl.runtime.ray.connection import enter, leave, stock, target
 from nrl.runtime.ray.nodes import by_value, command, interpreters
-from nrl.runtime.ray.pending_call import Seat
-from nrl.runtime.ray.placement_groups import PATIENCE, Wanted, nodes_of, placed, reserved
+from nrl.runtime.ray.pending_call import ActorLocation
+from nrl.runtime.ray.placement_groups import PATIENCE, SlotRequest, list_bundle_nodes, reserve_slots, wait_until_placed
 from nrl.runtime.ray.processes import RayProcesses
 from nrl.runtime.venvs.registry import Executable
 
@@ -38,7 +38,7 @@ class _Slot:
 
     group: Any
     place: int
-    wanted: Wanted
+    request: SlotRequest
     node: str
     fewer: bool  # whether the program can do with fewer, if its node is lost
 
@@ -94,9 +94,9 @@ class RayCluster(Cluster):
         """Make a placement group with a bundle for each slot, and wait for it."""
         self.check_reserve(n, strategy, per_host, kind, least)
         limit = self.deadline if deadline is None else deadline
-        wanted, group = reserved(n, strategy or "PACK", per_host, kind, least, limit, self._fits)
+        wanted, group = reserve_slots(n, strategy or "PACK", per_host, kind, least, limit, self._fits)
         self._groups.append(group)
-        nodes = nodes_of(group)
+        nodes = list_bundle_nodes(group)
         first, order = len(self._slots), list(dict.fromkeys(nodes))
         places = sorted(
             range(wanted.n), key=lambda place: order.index(nodes[place])
@@ -105,13 +105,16 @@ class RayCluster(Cluster):
         self._learn_addresses()
         return Slots(self, tuple(range(first, first + wanted.n)))
 
-    def _fits(self, wanted: Wanted) -> bool:
+    def _fits(self, wanted: SlotRequest) -> bool:
         """Whether there may be room: a cluster that was started here never grows, and nobody else gives slots back."""
         import ray
 
         if not self._own:
             return True
-        total, taken = ray.cluster_resources(), {"CPU": len(self._slots), "GPU": sum(s.wanted.gpu for s in self._slots)}
+        total, taken = (
+            ray.cluster_resources(),
+            {"CPU": len(self._slots), "GPU": sum(s.request.gpu for s in self._slots)},
+        )
         room = min(total.get(kind, 0) - taken[kind] for kind in wanted.bundle)
         return wanted.n <= room and (wanted.n == 1 or wanted.strategy != "STRICT_SPREAD") and len(wanted.sizes) == 1
 
@@ -121,7 +124,7 @@ class RayCluster(Cluster):
 
     def are_gpus(self, indices: Sequence[int]) -> bool:
         """Whether a GPU was set aside for each."""
-        return all(self._slots[index].wanted.gpu for index in indices)
+        return all(self._slots[index].request.gpu for index in indices)
 
     def _learn_addresses(self) -> None:
         import ray
@@ -148,7 +151,7 @@ class RayCluster(Cluster):
         if threads is None:
             own = {node: max(1, self._hosts[node].cores // share) for node, share in zip(nodes, shares, strict=True)}
             say_if_uneven(mesh.name, own, self._addresses)
-        early, late = split(env)
+        early, late = split_env(env)
         kind: Any = ray.remote(by_value(Actor))
         seed = torch.initial_seed()
 
@@ -156,7 +159,9 @@ class RayCluster(Cluster):
             slot = slots[rank]
             options: dict[str, Any] = {
                 "num_cpus": 0,
-                "num_gpus": 0.01 if slot.wanted.gpu else 0,  # meshes on the same slots share its GPU, and so do helpers
+                "num_gpus": 0.01
+                if slot.request.gpu
+                else 0,  # meshes on the same slots share its GPU, and so do helpers
                 "max_restarts": 0,
                 "max_task_retries": 0,
                 "max_concurrency": threads_of_it,
@@ -170,7 +175,7 @@ class RayCluster(Cluster):
 
         actors = [begin(mesh.name, 1, rank) for rank in range(mesh.size)]
         helper = functools.partial(begin, f"{mesh.name}.helper", SIDE_BY_SIDE + 1)  # one more, to be told of its end
-        places = [Seat(node, self._addresses[node], self._hosts[node].ahead) for node in nodes]
+        places = [ActorLocation(node, self._addresses[node], self._hosts[node].ahead) for node in nodes]
         processes = RayProcesses(mesh, actors, places, self.deadline, helper, self._meshes if mesh.slots.gpus else ())
         self._meshes.append(processes)
         self.check_open(f"mesh '{mesh.name}'")  # a thread may start it while the cluster is left
@@ -184,7 +189,7 @@ class RayCluster(Cluster):
         for group in groups.values():
             if placement_group_table(group)["state"] != "CREATED":
                 self._await_room(mesh, group)
-        moved = {id(group): nodes_of(group) for group in self._groups}
+        moved = {id(group): list_bundle_nodes(group) for group in self._groups}
         for slot in self._slots:
             slot.node = moved[id(slot.group)][slot.place] or slot.node
         self._learn_addresses()
@@ -197,7 +202,7 @@ class RayCluster(Cluster):
         lost = [i for i, slot in enumerate(self._slots) if slot.group is group and slot.node not in alive]
         gone = ", ".join(sorted(set(self.hosts(lost))))
         what = f"mesh '{mesh.name}': " + (f"node {gone} of its slots is gone" if lost else "its slots are moved")
-        if lost and self._slots[lost[0]].wanted.per_host is not None:
+        if lost and self._slots[lost[0]].request.per_host is not None:
             raise PlacementError(
                 f"{what}, and slots that were reserved with per_host= stay where they are; leave the cluster, and "
                 f"reserve again what is left. {stock()}"
@@ -211,7 +216,7 @@ class RayCluster(Cluster):
 
         def moved(seconds: float) -> bool:
             self.check_open(f"mesh '{mesh.name}'")
-            return placed(group, seconds)
+            return wait_until_placed(group, seconds)
 
         say(told(0.0))
         if not wait_until(moved, limit, told, every=_GLANCE):

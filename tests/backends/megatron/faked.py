@@ -22,7 +22,7 @@ from nrl.ops.plan import fake_cuda
 from nrl.ops.plan.op_counter import Counting
 from nrl.ops.plan.simulate import LOSSES, Step, rows
 from nrl.runtime import Layout
-from nrl.runtime.mesh.current_process import Process, entered
+from nrl.runtime.mesh.current_process import Process, enter_process
 from tests.backends.processes import AXES
 from tests.ops.plan.test_gpus import TINY
 
@@ -74,7 +74,7 @@ def drive(layout: Layout) -> dict[str, Any]:
     parts = list(microbatches_by_prefix(batch, max_tokens=STEP.max_tokens))
     fake_cuda.choose_attention((9, 0), Counter())
     model = Model(dict(STEP.model), dtype="bfloat16")
-    with _Made(), counting, entered(Process(0, layout.slots, mesh)):
+    with _Made(), counting, enter_process(Process(0, layout.slots, mesh)):
         engine = MegatronEngine(model, adamw(lr=1e-6), nrl.Sequences, options({}), torch.device("cuda:0"), layout, mesh)
         state, _ = engine.train(engine.init(), loss, parts, weights)
         held = counting.now

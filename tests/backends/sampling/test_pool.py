@@ -43,7 +43,7 @@ from nrl.errors import (
     PlacementError,
 )
 from nrl.runtime import Cluster, Mesh, P, cluster, shard_map
-from nrl.runtime.mesh.local import LocalCluster, _ThisProcess
+from nrl.runtime.mesh.local import LocalCluster, _LocalProcesses
 from nrl.runtime.trace import timeline
 from tests.processes import settled
 from tests.weights import bucket_of
@@ -327,7 +327,7 @@ def test_an_engine_whose_host_is_gone_is_given_up_because_of_that(
     def nowhere(*_: Any) -> Any:
         raise PlacementError("node 10.0.0.3 of its slots is gone")
 
-    monkeypatch.setattr(_ThisProcess, "ended", True)
+    monkeypatch.setattr(_LocalProcesses, "ended", True)
     monkeypatch.setattr(LocalCluster, "start", nowhere)
     ENGINES[0].raises.append(LostActor("generate", "engine 0", 0, "10.0.0.3", "its node is gone"))
     error = sampler.stream([[5]], [0])[0].exception(60)
@@ -438,7 +438,7 @@ def test_an_engine_whose_weights_are_consumed_before_it_is_given_them_gets_the_n
 
 
 class Failed:
-    """A bucket whose trainer has raised while it made it; as a `nrl.runtime.mesh.futures.Coming`."""
+    """A bucket whose trainer has raised while it made it; as a `nrl.runtime.mesh.futures.RemoteFuture`."""
 
     rows = like = None
     error = RuntimeError("the trainer is out of memory")

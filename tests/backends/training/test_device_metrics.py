@@ -20,7 +20,7 @@ from nrl.batch.packed_rows import Rectangles, Sequences
 from nrl.ops.plan.analytic import closed_flops
 from nrl.runtime import Cluster
 from nrl.runtime.device_specs import PEAKS, peak
-from nrl.runtime.mesh.current_process import Process, entered, idle, perform, process
+from nrl.runtime.mesh.current_process import Process, enter_process, measure_idle, perform, process
 from nrl.runtime.mesh.processes import Out
 from nrl.runtime.mesh.rpc import from_all
 from nrl.runtime.trace import measured
@@ -123,7 +123,7 @@ class Gpu:
 
 def on_rank(rank: int, seconds: float, clock: list[float]) -> Metrics:
     found: Metrics = {"tokens": Sum(torch.tensor(600)), FLOPS: Sum(torch.tensor(989e12)), "loss": Sum(torch.ones(()))}
-    with entered(Process(rank, 2, None, f"mesh {rank}")):
+    with enter_process(Process(rank, 2, None, f"mesh {rank}")):
         ended = measuring()
         clock[0] += seconds
         return ended(found)
@@ -160,9 +160,9 @@ def test_a_process_is_idle_between_its_calls(monkeypatch: pytest.MonkeyPatch) ->
     def takes(seconds: float, asks: bool = False) -> Any:
         begun = clock[0]
         clock[0] += seconds
-        return idle(begun, clock[0]) if asks else None
+        return measure_idle(begun, clock[0]) if asks else None
 
-    with entered(Process(mesh="of this test")):
+    with enter_process(Process(mesh="of this test")):
         perform("init", takes, [1.0], Out.first)  # the first call: from here on
         clock[0] += 2.0
         assert perform("step", takes, [3.0, True], Out.first) == [(2.0, 6.0)]

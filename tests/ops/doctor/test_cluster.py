@@ -240,7 +240,7 @@ def test_what_listens_and_is_no_head_has_failed_in_time_and_writes_nothing(
 
 def test_a_cluster_that_is_gone_after_it_was_joined_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "_says_nothing", lambda address, limit: "")
-    monkeypatch.setattr(cluster, "entered", lambda address, deadline: nullcontext())
+    monkeypatch.setattr(cluster, "enter_cluster", lambda address, deadline: nullcontext())
     [finding] = cluster.hosts("10.0.0.1:6379", None, 1 << 20, 20)
     assert (finding.check, finding.level) == ("cluster", "failed")
     assert "Ray has not been started yet" in finding.found

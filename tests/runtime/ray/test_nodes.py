@@ -24,8 +24,8 @@ from nrl.errors import ClusterError, LostActor, PlacementError
 from nrl.runtime import Executable, P, Slots, process, shard_map
 from nrl.runtime.mesh.placement import Strategy
 from nrl.runtime.ray import placement_groups
-from nrl.runtime.ray.placement_groups import Wanted
-from nrl.runtime.restart_state import beginning_again
+from nrl.runtime.ray.placement_groups import SlotRequest
+from nrl.runtime.restart_state import mark_restart
 from nrl.runtime.trace.timeline import recording
 from nrl.runtime.venvs.environments import used
 from tests.children import server
@@ -141,7 +141,7 @@ def reserves(address: str, say: Callable[[Any], None]) -> None:
         patch.setattr(placement_groups, "PATIENCE", 2.0)
         with pytest.raises(PlacementError, match=r"reserve: 9 slots .* cannot be had \(waited 3 s\)"):
             cluster.reserve(9, least=3, deadline=3)  # a first start waits for all
-        with redirect_stderr(io.StringIO()) as lines, beginning_again():
+        with redirect_stderr(io.StringIO()) as lines, mark_restart():
             say([len(cluster.reserve(9, least=3)), lines.getvalue()])
     with nrl.cluster(address, deadline=60) as cluster, pytest.raises(PlacementError) as caught:
         cluster.reserve(3, per_host=3, deadline=2)
@@ -370,7 +370,7 @@ def shares_gpus(address: str, say: Callable[[Any], None]) -> None:
     with nrl.cluster(address, deadline=200) as cluster:
         settled(lambda: ray.available_resources()["CPU"] < sum(n["Resources"].get("CPU", 0) for n in alive()), 20)
         assert not cluster.reserve(int(ray.available_resources()["CPU"]) - 1).gpus
-        say(Wanted(2, "PACK", None, gpu=True).waiting(3))
+        say(SlotRequest(2, "PACK", None, gpu=True).describe_wait(3))
         say("at it")
         slots = cluster.reserve(2)
         assert slots.gpus

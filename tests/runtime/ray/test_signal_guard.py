@@ -19,7 +19,7 @@ from nrl.batch import Batch
 from nrl.errors import ClusterError, ConsumedState
 from nrl.runtime import Mesh, donated, resident, shard_map
 from nrl.runtime.mesh.processes import Out
-from nrl.runtime.ray.pending_call import Seat
+from nrl.runtime.ray.pending_call import ActorLocation
 from nrl.runtime.ray.processes import RayProcesses
 from nrl.runtime.ray.signal_guard import deferred
 from tests.backends.bigram import Bigram
@@ -63,16 +63,16 @@ def calls(mesh: Mesh, then: Callable[[int], None]) -> tuple[RayProcesses, list[i
         return SimpleNamespace(do=SimpleNamespace(remote=remote, options=lambda **_: SimpleNamespace(remote=remote)))
 
     actors = [actor(rank) for rank in range(mesh.size)]
-    return RayProcesses(mesh, actors, [Seat("node", "address")] * mesh.size, 60.0, actor), got
+    return RayProcesses(mesh, actors, [ActorLocation("node", "address")] * mesh.size, 60.0, actor), got
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_waits_until_a_call_has_gone_out_whole(mesh: Mesh, handled: list[int], number: int) -> None:
     processes, got = calls(mesh, lambda rank: os.kill(os.getpid(), number) if rank == 0 else None)
     with pytest.raises(InterruptedError):
-        processes.call("test", len, [([],)] * 3, Out.each)
+        processes.call("test", len, [([],)] * 3, Out.per_shard)
     assert (got, handled) == ([0, 1, 2], [number])
-    assert not processes.ended
+    assert not processes.has_ended
 
 
 def step(value: int) -> int:
@@ -145,12 +145,12 @@ def test_a_call_that_went_out_in_part_ends_its_mesh(mesh: Mesh, monkeypatch: pyt
         "been ended; make another one"
     )
     with pytest.raises(MemoryError) as caught:
-        processes.call("test", len, [([],)] * 3, Out.each)
+        processes.call("test", len, [([],)] * 3, Out.per_shard)
     assert caught.value.__notes__ == [text]
-    assert processes.ended
+    assert processes.has_ended
     assert killed == processes.actors
     with pytest.raises(ClusterError) as ended:
-        processes.call("again", len, [([],)] * 3, Out.each)
+        processes.call("again", len, [([],)] * 3, Out.per_shard)
     assert str(ended.value) == text
     assert got == [0]
 

@@ -48,5 +48,5 @@ def _patiently(mesh: Mesh, asked: Future[list[Saved | bytes | None]]) -> list[Sa
         try:
             return asked.result(timeout=_PATIENCE)
         except DeadlineExceeded:
-            if mesh.processes.ended:
+            if mesh.processes.has_ended:
                 raise

@@ -24,7 +24,7 @@ from nrl.files import Folder, Saved, Written, write
 from nrl.run import checkpoint
 from nrl.run.checkpoint import Checkpoints
 from nrl.runtime import Cluster
-from nrl.runtime.mesh.current_process import Process, entered
+from nrl.runtime.mesh.current_process import Process, enter_process
 from nrl.runtime.node import shared_fs_probe
 from tests.backends.bigram import Bigram, BigramState
 
@@ -38,7 +38,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def second(function: Callable[..., Any], *args: Any) -> Any:
     """What it returns in the second of two processes."""
-    with entered(Process(1, 2)):
+    with enter_process(Process(1, 2)):
         return function(*args)
 
 
@@ -78,7 +78,7 @@ def test_each_process_reads_its_share(tmp_path: Path) -> None:
         (tmp_path / name).write_text("?")
     see(tmp_path, files)
     check(tmp_path, {name: files[name] for name in "ac"})
-    with entered(Process(0, 2)):
+    with enter_process(Process(0, 2)):
         check(tmp_path, files)
     with pytest.raises(CheckpointError, match="the file b was altered; its checksum is not what was written"):
         second(check, tmp_path, files)
