@@ -283,7 +283,7 @@ def _build(given: argparse.Namespace) -> None:
 def _list(given: argparse.Namespace) -> None:
     from nrl.runtime.venvs import cli
 
-    print(cli.listing(given.names))
+    print(cli.list_envs(given.names))
 
 
 def _check(given: argparse.Namespace) -> bool:
@@ -295,7 +295,7 @@ def _check(given: argparse.Namespace) -> bool:
 def _path(given: argparse.Namespace) -> None:
     from nrl.runtime.venvs import cli
 
-    print(*(cli.path(name, imports=given.imports) for name in given.names), sep="\n")
+    print(*(cli.find_path(name, imports=given.imports) for name in given.names), sep="\n")
 
 
 def _wheels(given: argparse.Namespace) -> None:

@@ -75,7 +75,7 @@ def report(out: str | Path) -> Path:
     newest = max(path.stat().st_mtime for path in [*files, config] if path.exists())
     names = dict.fromkeys(map(_loop_of, files))
     calls = folder / "timeline.json"
-    busy = timeline.busy(calls) if calls.is_file() else {}
+    busy = timeline.busy_shares(calls) if calls.is_file() else {}
     saves = timeline.seconds_in_steps(calls, "save") if calls.is_file() else {}
     token = sample_pages.token_of(files)
     loops = []

@@ -176,7 +176,7 @@ class Run:
                     if main:
                         timeline.step(step)
                     with timeline.span(f"{shown} {step}", loop=shown):
-                        loop.step = RunningStep(asked=time.perf_counter(), published=timeline.spent("publish"))
+                        loop.step = RunningStep(asked=time.perf_counter(), published=timeline.seconds_spent("publish"))
                         with timeline.span("take"):
                             batch = self._pull(loop, stream, step)
                         loop.step.pulled = time.perf_counter()
@@ -249,11 +249,11 @@ class Run:
             plain |= own
         now, running = time.perf_counter(), loop.step
         numbers = {"step": step, "loss": float("nan"), "grad_norm": float("nan")}
-        numbers |= plain | finalize(merged | measured.taken())
+        numbers |= plain | finalize(merged | measured.take())
         numbers["tokens_per_second"] = numbers.get("tokens", 0.0) / max(now - running.asked, 1e-9)
         numbers["time/rollout"] = running.pulled - running.asked
         numbers["time/train"] = now - running.pulled
-        if publishing := timeline.spent("publish") - running.published:
+        if publishing := timeline.seconds_spent("publish") - running.published:
             numbers["time/publish"] = publishing
         numbers["time/total"] = now - running.asked
         self._files.write(loop.file, numbers)
@@ -448,7 +448,7 @@ def run(cfg: Any) -> Iterator[Run]:
         out = stack.enter_context(folder.entered(cfg))
         config_file.write(out, text)
         checkpoint.seed_generators(getattr(cfg, "seed", 0))
-        measured.taken()  # steps before this run belong to no line of it
+        measured.take()  # steps before this run belong to no line of it
         sink = stack.enter_context(open_sinks(getattr(cfg, "sinks", ()), out, attrs.asdict(cfg), name=out.name))
         stack.callback(report_at_end, out)
         stack.callback(end_all)

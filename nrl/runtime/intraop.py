@@ -11,7 +11,7 @@ import attrs
 import torch
 from torch import nn
 
-from nrl.runtime.node.cgroups import cores, mask
+from nrl.runtime.node.cgroups import allowed_cores, usable_cores
 
 __all__ = ["SMALL", "fit_threads", "set_threads"]
 
@@ -42,7 +42,7 @@ def set_threads(threads: int | None, share: int = 1) -> None:
         share: how many processes share the cores of the node.
     """
     _HERE.chosen = threads is not None
-    _HERE.usual = _HERE.current = threads or max(1, cores() // share)
+    _HERE.usual = _HERE.current = threads or max(1, usable_cores() // share)
     torch.set_num_threads(_HERE.current)
 
 
@@ -60,7 +60,7 @@ def fit_threads(module: nn.Module, device: torch.device) -> None:
     if not _HERE.usual:
         _HERE.usual = _HERE.current = threads
         # torch takes a thread for each core, or half as many where each core runs two threads.
-        _HERE.chosen = any(map(os.environ.get, _VARIABLES)) or threads not in (mask(), mask() // 2)
+        _HERE.chosen = any(map(os.environ.get, _VARIABLES)) or threads not in (allowed_cores(), allowed_cores() // 2)
     if _HERE.chosen or threads != _HERE.current or device.type != "cpu":
         return
     _HERE.largest = max(_HERE.largest, sum(parameter.numel() for parameter in module.parameters()))

@@ -25,7 +25,7 @@ from nrl.envs.pools.pool import _elsewhere
 from nrl.envs.pools.processes import Process, Python, here
 from nrl.errors import EnvError, ExecutableError, PlacementError, ShippingError
 from nrl.runtime.ray.codec.pickling import deserialize, serialize
-from nrl.runtime.venvs.recipes import recipe
+from nrl.runtime.venvs.recipes import make_recipe
 from tests.processes import alive, settled
 from tests.rollout.scripted import TASKS, Scripted
 
@@ -142,7 +142,7 @@ def test_a_python_that_travels_is_that_of_the_program_that_made_it(monkeypatch: 
 
     named, given = travelled("base"), travelled(nrl.Executable("mine", extras=("gym",), env={"TOLD": "1"}))
     own = travelled("system"), travelled(nrl.Executable("system", env={"TOLD": "1"}))
-    expected = recipe("base"), recipe("gym")
+    expected = make_recipe("base"), make_recipe("gym")
     monkeypatch.setattr(processes, "recipe", lambda of: "that of here")
     assert named.found() == (expected[0], {})
     assert (given.found()[0].requirements, given.found()[1]) == (expected[1].requirements, {"TOLD": "1"})

@@ -296,7 +296,7 @@ class Seat:
     def advance(self, work: Sequence[Work], version: int) -> list[list[tuple[int, Completion | Exception]]]:
         """Let every engine decode for a while, with weights of this version; what each has finished."""
         began = time.time()
-        with timeline.unshown():
+        with timeline.hide_calls():
             reply = self._call("generate", "advance", *zip(*work, strict=True))
         found: list[Sequence[tuple[int, Decoded | Exception]]] = reply.then(list).result()
         if began - self._decoded[1] > _PAUSE or began - self._decoded[0] > _LONGEST:

@@ -9,7 +9,7 @@ from nrl.envs.pools.child import Child
 from nrl.envs.pools.frames import framed
 from nrl.errors import EnvError, PlacementError
 from nrl.log.slow_wait import wait_until
-from nrl.runtime.ray.connection import stock
+from nrl.runtime.ray.connection import available_resources
 from nrl.runtime.ray.remote_object import RemoteObject, RemoteObjectDied
 from nrl.runtime.venvs.environments import Recipe
 
@@ -79,16 +79,17 @@ class OnRay:
             return self._placed
 
         def told(past: float) -> str:
-            return f"{self._who}: no CPU is free since {past:.0f} s; {stock()}"
+            return f"{self._who}: no CPU is free since {past:.0f} s; {available_resources()}"
 
         wait_until(placed, _ROOM, told, every=_LOOKS)
         if self._placed:
             return
         if self._others() and not self._ended:
-            print(f"{self._who}: goes on with fewer workers: no CPU is free for more; {stock()}", flush=True)  # noqa: T201
+            free = available_resources()
+            print(f"{self._who}: goes on with fewer workers: no CPU is free for more; {free}", flush=True)  # noqa: T201
         raise NoRoom(
-            f"no CPU of the Ray cluster was free for a process within {_ROOM:g} s; {stock()}. End what takes them, or "
-            "add nodes"
+            f"no CPU of the Ray cluster was free for a process within {_ROOM:g} s; {available_resources()}. End what "
+            "takes them, or add nodes"
         )
 
     def ask(self, request: bytes, timeout: float | None) -> list[bytes]:

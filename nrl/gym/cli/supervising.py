@@ -15,9 +15,9 @@ from nrl.gym.cli.replicas import Interpreter, Replica, environment_of, fate, liv
 from nrl.log.redaction import redact
 from nrl.runtime.ports import first_free
 from nrl.runtime.threads import DaemonThreadPool
-from nrl.runtime.venvs.building import provide
-from nrl.runtime.venvs.environments import sources
-from nrl.runtime.venvs.recipes import recipe
+from nrl.runtime.venvs.building import ensure_env
+from nrl.runtime.venvs.environments import list_sources
+from nrl.runtime.venvs.recipes import make_recipe
 from nrl.runtime.venvs.registry import Executable
 
 __all__ = ["Supervisor", "free_port", "listen"]
@@ -265,6 +265,6 @@ class Supervisor:
 
 def _provided(made: Executable) -> tuple[Path, list[str] | None]:
     """The interpreter of an executable, which is built where it is not there, and the folders of its sources."""
-    wanted = recipe(made)
-    python = provide(wanted, say=lambda text: print(redact(text), file=sys.stderr, flush=True))
-    return python, sources(wanted, python) or None
+    wanted = make_recipe(made)
+    python = ensure_env(wanted, say=lambda text: print(redact(text), file=sys.stderr, flush=True))
+    return python, list_sources(wanted, python) or None

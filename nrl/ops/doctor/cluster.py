@@ -23,13 +23,13 @@ from nrl.ops.doctor.remote_checks import CONNECTING, Host, answered, longer, rea
 from nrl.ops.doctor.runner import SILENCE
 from nrl.ops.doctor.service_checks import hub_judged, sandbox_judged
 from nrl.runtime.clusters import cluster as enter_cluster
-from nrl.runtime.node.machine import Facts, facts
+from nrl.runtime.node.machine import Facts, collect_facts
 from nrl.runtime.node.probe import Probe
-from nrl.runtime.ray.connection import target
+from nrl.runtime.ray.connection import resolve_address
 from nrl.runtime.ray.host_actors import connection, list_nodes, ray_error, start_on
-from nrl.runtime.ray.nodes import on_node
+from nrl.runtime.ray.nodes import call_on_node
 from nrl.runtime.venvs.environments import Recipe
-from nrl.runtime.venvs.recipes import recipe
+from nrl.runtime.venvs.recipes import make_recipe
 from nrl.runtime.venvs.registry import EXECUTABLES
 
 __all__ = ["hosts", "judged"]
@@ -77,7 +77,7 @@ def _says_nothing(address: str, limit: float) -> str:
     Ray itself would try for two minutes, whatever the limit, and write a line each few seconds.
     """
     with contextlib.suppress(PlacementError):
-        where = target(address) or ""
+        where = resolve_address(address) or ""
         host, _, port = where.rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=min(limit, CONNECTING)).close()
@@ -138,10 +138,10 @@ def _lost() -> Iterator[Finding]:
 
 
 def _asked(there: dict[str, Host], shared: str | None, size: int, limit: float) -> Iterator[Finding]:
-    own, (version, _, this) = facts(), connection()
-    asked = {name: host.probe.facts.remote(version) for name, host in there.items()}
+    own, (version, _, this) = collect_facts(), connection()
+    asked = {name: host.probe.collect_facts.remote(version) for name, host in there.items()}
     looking = {
-        name: on_node(host.node, look, version, tuple(EXECUTABLES))
+        name: call_on_node(host.node, look, version, tuple(EXECUTABLES))
         for name, host in there.items()
         if host.node != this  # whose own checks have been shown
     }
@@ -152,7 +152,7 @@ def _asked(there: dict[str, Host], shared: str | None, size: int, limit: float) 
         yield attrs.evolve(failed("host", f"{there.pop(name).address}: {error}", more), host=name)
     looks, unseen = answered("what is installed on each host", {n: looking[n] for n in answers if n in looking}, limit)
     build = functools.cache(lambda: look_at_torch(sys.executable, False))
-    made = functools.cache(recipe)
+    made = functools.cache(make_recipe)
     for name, each in answers.items():
         yield from slots(name, each, there[name].resources)
         if there[name].node != this:

@@ -1,7 +1,7 @@
-"""What is asked of a host, this one or another: its uv, its environments, its torch, the hub, its sandbox.
+"""Examine a host, this one or another: its uv, its environments, its torch, the hub, its sandbox.
 
-It travels by value (`nrl.runtime.ray.nodes.by_value`), and needs the standard library alone: a node's Python need not
-have nrl. Whoever asks judges the answers: `nrl.ops.doctor.installation` and `surroundings`.
+The module travels by value (`nrl.runtime.ray.nodes.send_by_value`), and needs the standard library alone: a node's
+Python need not have nrl. `nrl.ops.doctor.installation` and `service_checks` judge the results.
 """
 
 import json
@@ -15,10 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from nrl.runtime.node.gpus import device_files
-from nrl.runtime.node.machine import folders, python_with_torch
-from nrl.runtime.venvs.environments import INVENTORY, default_folder, inventories
-from nrl.runtime.venvs.inspection import wrong_packages
+from nrl.runtime.node.gpus import list_device_files
+from nrl.runtime.node.machine import find_python_with_torch, list_folders
+from nrl.runtime.venvs.environments import INVENTORY, default_folder, list_inventories
+from nrl.runtime.venvs.inspection import list_wrong_packages
 from nrl.runtime.venvs.installer import find_uv
 
 __all__ = ["look", "look_at_environments", "look_at_hub", "look_at_torch", "look_at_uv"]
@@ -77,7 +77,7 @@ def look(ray: str, executables: Collection[str]) -> dict[str, Any]:
     """
 
     def torch() -> dict[str, Any]:
-        python, gpus = python_with_torch(ray), shutil.which("nvidia-smi") is not None or bool(device_files())
+        python, gpus = find_python_with_torch(ray), shutil.which("nvidia-smi") is not None or bool(list_device_files())
         # Ray hides all GPUs from a task that asks for none
         return {"python": python, **(look_at_torch(python, gpus, hidden=False) if python else {})}
 
@@ -122,11 +122,11 @@ def look_at_environments(executables: Collection[str], folder: Path | None = Non
         its packages differ from that; ``begun``: names of half-built ones; ``sources``: names of those beside them.
     """
     folder = folder or default_folder()
-    found = {env: each for env, each in inventories(folder).items() if each["executable"] in executables}
+    found = {env: each for env, each in list_inventories(folder).items() if each["executable"] in executables}
     return {
         "folder": str(folder),
         "writable": os.access(folder, os.W_OK),
-        "whole": [{**each, "wrong": list(wrong_packages(env, each))} for env, each in found.items()],
+        "whole": [{**each, "wrong": list(list_wrong_packages(env, each))} for env, each in found.items()],
         "begun": sorted(each.name for each in folder.glob(".*.building")),
         "sources": sorted(each.name for each in folder.glob(".sources/*") if (each / INVENTORY).is_file()),
     }
@@ -134,7 +134,7 @@ def look_at_environments(executables: Collection[str], folder: Path | None = Non
 
 def look_at_hub() -> dict[str, Any]:
     """Whether the hub of models answers, where its files go, and whether there is a token, which nobody sees."""
-    home = str(folders()["hub"])
+    home = str(list_folders()["hub"])
     endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
     offline = [each for each in _OFFLINE if os.environ.get(each, "").upper() in ("1", "ON", "YES", "TRUE")]
     found = {"home": home, "token": _token(home), "endpoint": endpoint, "offline": offline}

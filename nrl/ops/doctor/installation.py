@@ -14,10 +14,10 @@ from nrl.errors import NrlError
 from nrl.ops.doctor.findings import Check, Finding, failed, note, ok, warning
 from nrl.ops.doctor.host_probe import look_at_environments, look_at_torch, look_at_uv
 from nrl.runtime.node.machine import Facts
-from nrl.runtime.venvs.environments import DISTRIBUTION, Recipe, default_folder, difference, likeness
-from nrl.runtime.venvs.locks import locked, project
+from nrl.runtime.venvs.environments import DISTRIBUTION, Recipe, default_folder, describe_difference, measure_similarity
+from nrl.runtime.venvs.locks import find_project, select_pins
 from nrl.runtime.venvs.pylock import Pin
-from nrl.runtime.venvs.recipes import recipe
+from nrl.runtime.venvs.recipes import make_recipe
 from nrl.runtime.venvs.registry import EXECUTABLES
 
 __all__ = [
@@ -49,11 +49,11 @@ def python(facts: Facts) -> Iterator[Finding]:
 
 def lock(facts: Facts) -> Iterator[Finding]:
     """Whether uv and the packages of this interpreter are those of the lock, and those that nrl needs."""
-    found, there, of = look_at_uv(), _installed(), project()
+    found, there, of = look_at_uv(), _installed(), find_project()
     pins: Mapping[str, Pin] = {}
     why = ""
     try:
-        pins = locked(EXECUTABLES["base"], of, default_folder() / ".resolved")
+        pins = select_pins(EXECUTABLES["base"], of, default_folder() / ".resolved")
     except (NrlError, OSError) as error:
         why = str(error)
     wanted = {name: pin.version for name, pin in pins.items() if pin.path is None and pin.version}
@@ -174,7 +174,7 @@ def _newer(gpus: Mapping[str, Any], cuda: str) -> str:
 
 def environments(facts: Facts) -> Iterator[Finding]:
     """Whether executables have their environments, whole and as the lock says."""
-    yield from environments_judged(look_at_environments(EXECUTABLES), recipe)
+    yield from environments_judged(look_at_environments(EXECUTABLES), make_recipe)
 
 
 def environments_judged(found: Mapping[str, Any], wanted: Callable[[str], Recipe]) -> Iterator[Finding]:
@@ -194,11 +194,11 @@ def environments_judged(found: Mapping[str, Any], wanted: Callable[[str], Recipe
             continue
         if (there := whole.get(made.name)) is None:
             others = [each for each in whole.values() if each["executable"] == name]
-            nearest = max(others, key=lambda each: likeness(each, made.inventory))
+            nearest = max(others, key=lambda each: measure_similarity(each, made.inventory))
             yield warning(
                 "environments",
                 f"{made.name} is not in {folder}, which has {nearest['name']}, built {nearest['built']}; to what the "
-                f"lock of {project().root} says it differs by {difference(nearest, made.inventory)}",
+                f"lock of {find_project().root} says it differs by {describe_difference(nearest, made.inventory)}",
                 f"{build}, or let the next run build it; or go back to the lock that the other one was made from",
                 executable=name,
             )

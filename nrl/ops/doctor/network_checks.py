@@ -17,13 +17,13 @@ from nrl.ops.doctor.findings import Finding, failed, note, ok, warning
 from nrl.ops.doctor.host_diff import apart, clock, rounds, way
 from nrl.ops.doctor.remote_checks import CONNECTING, Host, answered, longer, unanswered
 from nrl.ops.doctor.service_checks import unwritable
-from nrl.runtime.node.link_benchmark import Meeting
+from nrl.runtime.node.link_benchmark import LinkBenchmark
 from nrl.runtime.node.machine import Facts
-from nrl.runtime.node.shared_fs_probe import arrives
+from nrl.runtime.node.shared_fs_probe import wait_for_file
 from nrl.runtime.ports import NRL_PORTS, ports
 from nrl.runtime.ray.host_actors import connection, kill, start_on
-from nrl.runtime.ray.nodes import by_value
-from nrl.runtime.ray.sockets import interface_of
+from nrl.runtime.ray.nodes import send_by_value
+from nrl.runtime.ray.sockets import find_interface
 
 __all__ = ["clock_of", "connected", "seen_by_all"]
 
@@ -41,7 +41,7 @@ def clock_of(name: str, probe: Any, limit: float) -> Finding:
     seen = list[tuple[float, float]]()
     for _ in range(_QUESTIONS):
         sent = time.time()
-        said, silent = answered(f"the clock of {name}", {name: probe.time.remote()}, limit)
+        said, silent = answered(f"the clock of {name}", {name: probe.read_clock.remote()}, limit)
         if silent:
             return attrs.evolve(unanswered("clock", silent[name], silent[name], limit), host=name)
         got = time.time()
@@ -62,11 +62,11 @@ def seen_by_all(there: Mapping[str, Host], shared: str | None, limit: float) -> 
         yield attrs.evolve(wrong_here, host=socket.gethostname())
         return
     try:
-        asked = {name: host.probe.sees.remote(str(folder), mark, name) for name, host in there.items()}
+        asked = {name: host.probe.check_folder.remote(str(folder), mark, name) for name, host in there.items()}
         found, wrong = answered(f"who sees {folder}", asked, limit)
         wrong |= {name: why for name, why in found.items() if why}
         for name in found.keys() - wrong.keys():
-            if not arrives(folder / f"{mark}.{name}"):
+            if not wait_for_file(folder / f"{mark}.{name}"):
                 wrong[name] = "writes what does not arrive here"
         for name, why in wrong.items():
             less = f"{folder} on {socket.gethostname()} is not the same there: it {why}"
@@ -122,7 +122,7 @@ def _knocks(
         yield attrs.evolve(failed("ports", less, todo_there), host=name)
     wanted = {(one, other): opened[other] for one in there for other in opened if one != other}
     asked = {
-        route: there[route[0]].probe.reaches.remote(there[route[1]].address, port, CONNECTING)
+        route: there[route[0]].probe.check_reachable.remote(there[route[1]].address, port, CONNECTING)
         for route, port in wanted.items()
     }
     found, silent = answered("who reaches whom", asked, limit)
@@ -162,9 +162,9 @@ def _meetings(
             continue
         more = {} if python == facts[name]["executable"] else {"runtime_env": {"py_executable": shlex.join([python])}}
         options = {"num_gpus": 0.01 if backend == "nccl" else 0, **more}
-        actors[name] = start_on(host.node, Meeting, host.address, by_value(interface_of), **options)
+        actors[name] = start_on(host.node, LinkBenchmark, host.address, send_by_value(find_interface), **options)
     try:
-        importing = {name: each.torch.remote() for name, each in actors.items()}
+        importing = {name: each.describe_torch.remote() for name, each in actors.items()}
         begun, dead = answered(f"{backend}: torch is imported", importing, limit)
         for name, why in dead.items():
             less = f"a process with torch does not start: {why}"
@@ -187,13 +187,13 @@ def _round(
     limit: float,
 ) -> Iterator[Finding]:
     names = {f"{a} and {b}": (a, b) for a, b in pairs}
-    hosting = {name: actors[a].host.remote(name, limit) for name, (a, _) in names.items()}
+    hosting = {name: actors[a].open_store.remote(name, limit) for name, (a, _) in names.items()}
     hosted, closed = answered(f"{backend}: who hosts whom", hosting, limit)
     asked = {}
     for name, port in hosted.items():
         where = there[names[name][0]].address
         for rank, each in enumerate(names[name]):
-            asked[name, rank] = actors[each].meet.remote(name, backend, where, port, rank, size, limit)
+            asked[name, rank] = actors[each].measure.remote(name, backend, where, port, rank, size, limit)
     found, wrong = answered(f"{backend}: {', '.join(names)}", asked, 3 * limit)
     for name, pair in names.items():
         both = [found[name, rank] for rank in (0, 1) if (name, rank) in found]

@@ -8,7 +8,7 @@ from typing import Any
 
 from nrl.log import error_text, wait_until
 from nrl.ops.doctor.findings import Check, Finding, failed, warning
-from nrl.runtime.node.machine import Facts, facts
+from nrl.runtime.node.machine import Facts, collect_facts
 from nrl.runtime.threads import DaemonThreadPool
 
 __all__ = ["SILENCE", "findings"]
@@ -17,7 +17,7 @@ SILENCE = 3.0
 """Seconds before a line says what is waited for."""
 
 
-def findings(checks: Sequence[Check], limit: float, look: Callable[[], Facts] = facts) -> Iterator[Finding]:
+def findings(checks: Sequence[Check], limit: float, look: Callable[[], Facts] = collect_facts) -> Iterator[Finding]:
     """What checks find on this host, in their order, each as soon as it is there.
 
     Args:

@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = ["Counting", "where"]
 
-_NRL, _TORCH = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
-_OWN = {str(Path(__file__).with_name(name)) for name in ("counting.py", "fake_cuda.py")}
-_HEAD = {str(Path(_NRL) / "backends/training" / name) for name in ("fused_logprobs.py", "head_functions.py")}
+_NRL, _TORCH = str(Path(__file__).parents[2]), str(Path(torch.__file__).parent)
+_OWN = {str(Path(__file__).with_name(name)) for name in ("op_counter.py", "fake_cuda.py")}
+_HEAD = {str(Path(_NRL) / "backends/training/outputs" / name) for name in ("fused_logprobs.py", "head_functions.py")}
 _ATEN: Any = torch.ops.aten
 _READ = 2**16
 """So many numbers, at most, of a tensor on the host are real, where it holds weights."""

@@ -132,7 +132,7 @@ class _LocalProcesses:
             for rank, values in enumerate(args):
                 with enter_process(Process(rank, len(args), None, self.mesh.name)):
                     results.append(perform(caller, fn, [_resolve(arg) for arg in values], outs))
-        if timeline.shown():
+        if timeline.are_calls_shown():
             timeline.record(self.mesh.name, 0, caller, started, now())
         kinds = outs if isinstance(outs, tuple) else (outs,)
         columns = zip(*results, strict=True)

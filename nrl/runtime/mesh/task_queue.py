@@ -192,7 +192,7 @@ class Desk:
                 f"{who}: a handle was given; submitted functions run beside the processes that hold values, and cannot "
                 "reach them. Use nrl.shard_map, or submit what it returns of the value with P()"
             )
-        task = Task(who, rank, deadline or self.deadline, Submitted(who, self.mesh), shown=timeline.shown())
+        task = Task(who, rank, deadline or self.deadline, Submitted(who, self.mesh), shown=timeline.are_calls_shown())
         task.future.set_abandon(lambda: self._posted.put(functools.partial(self._give_up, task)))
         fn = functools.partial(watched, fn, name_of(fn))
 

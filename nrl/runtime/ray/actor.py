@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nrl.runtime.venvs.environments import hold
+from nrl.runtime.venvs.environments import lock_env
 
 __all__ = ["Actor", "split_env", "tail"]
 
@@ -43,7 +43,7 @@ class Actor:
     def __init__(self, env: Mapping[str, str], sources: Sequence[str], name: str, *args: Any) -> None:
         self._name = name
         for folder in (sys.prefix, *sources):
-            hold(Path(folder))
+            lock_env(Path(folder))
         os.environ.update(env)
         sys.path += sources
         if sources:  # Processes that this one starts inherit the path.

@@ -32,7 +32,7 @@ class ActorLocation(NamedTuple):
     Args:
         node: the Ray id of its node.
         address: of the node.
-        ahead: seconds that the node's clock is ahead of the driver's.
+        clock_skew: seconds by which the node's clock is ahead of the driver's.
     """
 
     node: str
@@ -94,7 +94,7 @@ class Call:
         self.actors, self.caller, self.replies, self.began = actors, caller, list(replies), time.time()
         self.before, self.read = list(before), list(read)
         self.instead: list[Any] = []  # For each rank, the donated value; if all ranks raise, it is still there.
-        self.done, self.shown = False, timeline.shown()
+        self.done, self.shown = False, timeline.are_calls_shown()
         self.error: BaseException | None = None
 
     @property

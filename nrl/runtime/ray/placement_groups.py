@@ -10,7 +10,7 @@ import attrs
 from nrl.errors import PlacementError
 from nrl.log.slow_wait import say, wait_until
 from nrl.runtime.mesh.placement import Kind, Strategy
-from nrl.runtime.ray.connection import stock
+from nrl.runtime.ray.connection import available_resources
 from nrl.runtime.restart_state import is_restart
 
 __all__ = ["PATIENCE", "SlotRequest", "list_bundle_nodes", "reserve_slots", "wait_until_placed"]
@@ -63,13 +63,13 @@ class SlotRequest:
         return (
             f"reserve: {self}, cannot be had"
             + (f" (waited {waited:g} s)" if waited else "")
-            + f"; {stock(self.gpu)}. Ask for fewer slots, another strategy, or add nodes"
+            + f"; {available_resources(self.gpu)}. Ask for fewer slots, another strategy, or add nodes"
         )
 
     def describe_wait(self, seconds: float) -> str:
         """Return a line of progress while waiting for the slots."""
         note = ", since no node has a GPU yet" if self.gpu and not _has_gpus() else ""
-        return f"reserve: waiting for {self}{note} ({seconds:.0f} s); {stock(self.gpu)}"
+        return f"reserve: waiting for {self}{note} ({seconds:.0f} s); {available_resources(self.gpu)}"
 
 
 def reserve_slots(

@@ -19,7 +19,7 @@ from nrl.runtime.ray.helpers import ActorHelper, pack_task
 from nrl.runtime.ray.nodes import last_lines
 from nrl.runtime.ray.pending_call import ActorLocation, Call, Ref
 from nrl.runtime.ray.results import ActorResults
-from nrl.runtime.ray.signal_guard import deferred
+from nrl.runtime.ray.signal_guard import defer_signals
 from nrl.runtime.trace import profiles
 from nrl.runtime.venvs.registry import executable
 
@@ -97,7 +97,7 @@ class RayProcesses:
         arguments = Arguments(self, self.stored, caller, fn)
         loads = [arguments.pack(rank, values) for rank, values in enumerate(args)]
         trace = profiles.trace_path(self.name, caller)
-        with deferred(), _ORDER:
+        with defer_signals(), _ORDER:
             if (ended := self.error_after_end(caller)) is not None:
                 raise ended
             offloading = self._take_turns() if turn else []
@@ -239,7 +239,7 @@ class RayProcesses:
         """Kill every process; from now on calls raise ``reason``."""
         import ray
 
-        with deferred(), _ORDER:
+        with defer_signals(), _ORDER:
             self._ended = self._ended or reason
             for actor in self.actors:
                 ray.kill(actor, no_restart=True)

@@ -8,8 +8,8 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from nrl.errors import ClusterError, PlacementError
-from nrl.runtime.ray.connection import enter
-from nrl.runtime.ray.nodes import by_value
+from nrl.runtime.ray.connection import connect
+from nrl.runtime.ray.nodes import send_by_value
 
 __all__ = ["RemoteObject", "RemoteObjectDied", "join"]
 
@@ -51,7 +51,7 @@ def join(address: str) -> None:
                 )
             return
         target = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
-        enter(target, here="")
+        connect(target, or_else="")
         _joined = target
 
 
@@ -81,8 +81,8 @@ class RemoteObject:
 
         join(address)
         for function in also:
-            by_value(function)
-        actor: Any = ray.remote(by_value(kind))
+            send_by_value(function)
+        actor: Any = ray.remote(send_by_value(kind))
         options = {"num_cpus": 1, "max_restarts": 0, "max_concurrency": 2, "scheduling_strategy": "SPREAD"}
         self._actor = actor.options(**options).remote()
 

@@ -25,7 +25,7 @@ from nrl.runtime.ray.codec.exceptions import wrap_exceptions
 from nrl.runtime.ray.codec.messages import CACHED_FUNCTIONS, Argument, CallReply, CallRequest, MissingInput, decode
 from nrl.runtime.ray.codec.pickling import deserialize, serialize
 from nrl.runtime.ray.codec.shared_memory import SharedTensors
-from nrl.runtime.ray.sockets import bind
+from nrl.runtime.ray.sockets import choose_interface
 from nrl.runtime.trace import profiles
 from nrl.runtime.trace.timeline import stopwatch
 
@@ -80,7 +80,7 @@ class Worker:
 
         start, now = stopwatch()
         rank, size = self.process.rank, self.process.size
-        bind(ray.util.get_node_ip_address())
+        choose_interface(ray.util.get_node_ip_address())
         cuda = torch.cuda.is_available()
         if cuda:
             torch.cuda.set_device(0)

@@ -180,12 +180,12 @@ def test_a_step_tells_it() -> None:
         trainer = fsdp.trainer(here.reserve(1), tiny.model(), adamw(lr=1e-3))
         step, state = trainer.train_step(sft_loss), trainer.init()
         state, _ = step(state, tiny.sums(8).take(1)[0])
-        measured.taken()
+        measured.take()
         time.sleep(0.3)
         state, metrics = step(state, tiny.sums(8).take(1)[0])
     tokens_of = metrics.result()["tokens"][0]
     assert not any(name.startswith("device/") for name in metrics.result())  # they are the same each time
-    found = measured.taken()
+    found = measured.take()
     assert {name for name in found if name.startswith("device/")} == {
         "device/tokens_per_second", "device/tflops", "device/idle"
     }  # fmt: skip
@@ -205,9 +205,9 @@ def test_two_processes_tell_it_and_are_deterministic(on_ray: Cluster) -> None:
     step, state = trainer.train_step(sft_loss), trainer.init()
     state, first = step(state, tiny.sums(8).take(1)[0])
     first.result()
-    measured.taken()
+    measured.take()
     state, metrics = step(state, tiny.sums(8).take(1)[0])
-    numbers, found = metrics.result(), measured.taken()
+    numbers, found = metrics.result(), measured.take()
     tokens, seconds = tuple(found["device/tokens_per_second"])
     assert tokens == numbers["tokens"][0]  # of both, once
     waited, since = tuple(found["device/idle"])

@@ -15,9 +15,9 @@ import pytest
 
 from nrl.ops.doctor import cluster, network_checks
 from nrl.ops.doctor.findings import Finding
-from nrl.runtime.node.machine import facts
+from nrl.runtime.node.machine import collect_facts
 from nrl.runtime.node.probe import Probe
-from nrl.runtime.node.shared_fs_probe import answer
+from nrl.runtime.node.shared_fs_probe import answer_note
 
 pytestmark = pytest.mark.ray
 
@@ -46,7 +46,7 @@ def test_all_hosts_are_asked_compared_and_meet(address: str, tmp_path: Path, mon
     other.chmod(stat.S_IRWXU)
     monkeypatch.setenv("NRL_PORTS", "21000-21999")
     with_torch = {"python_with_torch": str(other)}
-    monkeypatch.setattr(Probe, "facts", lambda self, ray: {**facts(), **with_torch})
+    monkeypatch.setattr(Probe, "collect_facts", lambda self, ray: {**collect_facts(), **with_torch})
     (tmp_path / "shared").mkdir()
     found = list(cluster.hosts(address, str(tmp_path / "shared"), 1 << 20, 200, expected=2))
     by = {each.check: each for each in found}
@@ -94,7 +94,7 @@ def nowhere(address: str) -> str:
 
 
 def elsewhere(self: Probe, folder: str, note: str, name: str) -> str:
-    return answer(Path("/nowhere"), note, name)
+    return answer_note(Path("/nowhere"), note, name)
 
 
 def closed(self: Probe, address: str, ports: Sequence[int]) -> int:
@@ -111,8 +111,8 @@ def wrong(found: list[Finding], check: str) -> list[tuple[str, str, str, str]]:
 def test_an_interface_that_is_not_there_and_a_folder_that_is_another(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Probe, "sees", elsewhere)
-    monkeypatch.setattr(network_checks, "interface_of", nowhere)
+    monkeypatch.setattr(Probe, "check_folder", elsewhere)
+    monkeypatch.setattr(network_checks, "find_interface", nowhere)
     found = list(cluster.hosts(address, str(tmp_path), 1 << 20, 200))
     names = next(each for each in found if each.check == "cluster").values["hosts"]
     shared = wrong(found, "shared")

@@ -25,20 +25,20 @@ from nrl.ops.doctor.findings import Finding
 from nrl.ops.doctor.remote_checks import Host, unanswered
 from nrl.runtime import node
 from nrl.runtime.node.probe import Probe
-from nrl.runtime.node.shared_fs_probe import answer
+from nrl.runtime.node.shared_fs_probe import answer_note
 from tests.ops.doctor.test_host import GPU
 
 
 def test_a_note_is_answered_where_the_folder_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nrl.runtime.node.shared_fs_probe._PATIENCE", 0.1)
     (tmp_path / "note").touch()
-    assert answer(tmp_path, "note", "host-a") == ""
+    assert answer_note(tmp_path, "note", "host-a") == ""
     assert (tmp_path / "note.host-a").exists()
-    assert answer(tmp_path / "other", "note", "host-a") == "has no such folder"
+    assert answer_note(tmp_path / "other", "note", "host-a") == "has no such folder"
     (tmp_path / "other").mkdir()
-    assert answer(tmp_path / "other", "note", "host-a") == "has another folder there"
+    assert answer_note(tmp_path / "other", "note", "host-a") == "has another folder there"
     (tmp_path / "note.host-b").mkdir()
-    assert answer(tmp_path, "note", "host-b") == "cannot write there (Is a directory)"
+    assert answer_note(tmp_path, "note", "host-b") == "cannot write there (Is a directory)"
 
 
 @pytest.fixture
@@ -53,10 +53,10 @@ def probes() -> Iterator[tuple[Probe, Probe]]:
 
 def test_a_probe_reaches_who_listens(probes: tuple[Probe, Probe]) -> None:
     one, other = probes
-    assert other.reaches("127.0.0.1", one.listen("127.0.0.1"), 5.0) == ""
+    assert other.check_reachable("127.0.0.1", one.listen("127.0.0.1"), 5.0) == ""
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
-    assert "refused" in other.reaches("127.0.0.1", port, 5.0)
+    assert "refused" in other.check_reachable("127.0.0.1", port, 5.0)
     with pytest.raises(OSError, match="assign"):
         one.listen("192.0.2.77")
 
@@ -67,7 +67,7 @@ def test_a_probe_listens_at_the_first_port_that_is_not_taken(probes: tuple[Probe
     with socket.create_server(("127.0.0.1", 0)) as gone:
         free = gone.getsockname()[1]
     assert other.listen("127.0.0.1", (taken, free, 1)) == free
-    assert one.reaches("127.0.0.1", taken, 5.0) == one.reaches("127.0.0.1", free, 5.0) == ""
+    assert one.check_reachable("127.0.0.1", taken, 5.0) == one.reaches("127.0.0.1", free, 5.0) == ""
     with pytest.raises(OSError, match="all of them are taken"):
         other.listen("127.0.0.1", (taken, free))
 

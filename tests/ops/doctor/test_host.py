@@ -22,9 +22,9 @@ from nrl.ops.doctor import host_probe, installation, service_checks
 from nrl.ops.doctor.findings import Check, Finding, note, ok
 from nrl.ops.doctor.host_probe import look_at_torch
 from nrl.ops.doctor.runner import findings
-from nrl.runtime.node.machine import Facts, facts
+from nrl.runtime.node.machine import Facts, collect_facts
 from nrl.runtime.venvs.environments import INVENTORY
-from nrl.runtime.venvs.recipes import recipe
+from nrl.runtime.venvs.recipes import make_recipe
 
 GPU = {
     "driver": "550.54",
@@ -46,7 +46,7 @@ TORCH: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def here() -> Facts:
-    return facts()
+    return collect_facts()
 
 
 def found(check: Check, machine: Facts) -> list[Finding]:
@@ -220,7 +220,7 @@ def test_environments_that_are_stale_damaged_or_half_built(
     monkeypatch.setenv("NRL_VENV_DIR", str(tmp_path))
     [none] = found(installation.environments, here)
     assert (none.level, none.todo[:21]) == ("note", "`nrl venvs build base")
-    wanted = recipe("base")
+    wanted = make_recipe("base")
 
     def put(name: str, inventory: dict[str, Any]) -> None:
         env = tmp_path / name
@@ -290,23 +290,23 @@ def test_environments_that_cannot_be_written_and_lack_the_source_or_whose_lock_c
 def test_what_ray_has_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    [none] = found(service_checks.ray, facts())
+    [none] = found(service_checks.ray, collect_facts())
     assert (none.level, none.values["address"]) == ("ok", None)
     file = tmp_path / "ray" / "ray_current_cluster"
     file.parent.mkdir()
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         file.write_text(f"{address}\n")
-        [runs] = found(service_checks.ray, facts())
+        [runs] = found(service_checks.ray, collect_facts())
         assert (runs.level, runs.found) == ("ok", f"a cluster runs here, at {address}")
-    [stale] = found(service_checks.ray, facts())
+    [stale] = found(service_checks.ray, collect_facts())
     assert stale.level == "warning"
     assert address in stale.found
     assert stale.todo.startswith(f"rm {file}")
     file.write_text("nonsense")
-    assert found(service_checks.ray, facts())[0].level == "warning"
+    assert found(service_checks.ray, collect_facts())[0].level == "warning"
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.9:6379")
-    assert found(service_checks.ray, facts())[0].found.startswith("RAY_ADDRESS is 10.0.0.9:6379")
+    assert found(service_checks.ray, collect_facts())[0].found.startswith("RAY_ADDRESS is 10.0.0.9:6379")
 
 
 @pytest.fixture

@@ -273,9 +273,9 @@ def test_what_cannot_be_submitted(mesh: Mesh) -> None:
 def test_the_timeline_shows_functions_beside_the_calls(mesh: Mesh, tmp_path: Path) -> None:
     with timeline.recording(tmp_path) as path:
         mesh.submit(here, rank=1).result()
-        with timeline.unshown():
+        with timeline.hide_calls():
             mesh.submit(gc.collect).result()
-    events = list(timeline._events(path))
+    events = list(timeline._read_events(path))
     meshes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     shown = [(meshes[event["pid"]], event["name"]) for event in events if event["ph"] == "X"]
     assert shown == [("judges.helper", "submit(here)")]

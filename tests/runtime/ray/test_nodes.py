@@ -27,7 +27,7 @@ from nrl.runtime.ray import placement_groups
 from nrl.runtime.ray.placement_groups import SlotRequest
 from nrl.runtime.restart_state import mark_restart
 from nrl.runtime.trace.timeline import recording
-from nrl.runtime.venvs.environments import used
+from nrl.runtime.venvs.environments import is_in_use
 from tests.children import server
 from tests.processes import descendants, settled, titles
 
@@ -178,8 +178,13 @@ def where(x: Tensor) -> Tensor:
     source = Path(nrl.__file__).parents[1]
     program = "from importlib.util import find_spec; print(find_spec('nrl').origin)"
     child = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
-    here = sys.prefix.startswith(folder) and cowsay.__file__.startswith(folder) and used(Path(sys.prefix))
-    here = here and source.parent == Path(folder) / ".sources" and used(source) and child.stdout.strip() == nrl.__file__
+    here = sys.prefix.startswith(folder) and cowsay.__file__.startswith(folder) and is_in_use(Path(sys.prefix))
+    here = (
+        here
+        and source.parent == Path(folder) / ".sources"
+        and is_in_use(source)
+        and child.stdout.strip() == nrl.__file__
+    )
     return torch.tensor([["ab".index(Path(folder).name), float(here), float(total)]]).expand(len(x), 3).clone()
 
 

@@ -21,7 +21,7 @@ from nrl.runtime import Mesh, donated, resident, shard_map
 from nrl.runtime.mesh.processes import Out
 from nrl.runtime.ray.pending_call import ActorLocation
 from nrl.runtime.ray.processes import RayProcesses
-from nrl.runtime.ray.signal_guard import deferred
+from nrl.runtime.ray.signal_guard import defer_signals
 from tests.backends.bigram import Bigram
 
 Handler = Callable[[int, FrameType | None], Any]
@@ -107,7 +107,7 @@ class GoesOut:
         return getattr(self.processes, name)
 
     def call(self, who: str, *given: Any, **options: Any) -> Any:
-        with deferred():
+        with defer_signals():
             if who.startswith("train_step"):
                 os.kill(os.getpid(), signal.SIGINT)
             return self.processes.call(who, *given, **options)
@@ -162,7 +162,7 @@ def test_each_signal_is_told_once_after_the_block(handled: list[int]) -> None:
         assert handled == []
 
     with pytest.raises(InterruptedError):
-        deferred()(body)()
+        defer_signals()(body)()
     assert sorted(handled) == [signal.SIGINT, signal.SIGTERM]
 
 
@@ -174,25 +174,25 @@ def test_a_second_one_goes_through(handled: list[int]) -> None:
         pytest.fail("nobody could end it")
 
     with pytest.raises(InterruptedError):
-        deferred()(hangs)()
+        defer_signals()(hangs)()
     assert handled == [signal.SIGINT, signal.SIGINT]
 
 
 def test_blocks_within_blocks_wait_for_the_outermost(handled: list[int]) -> None:
     def outer() -> None:
-        with deferred():
+        with defer_signals():
             os.kill(os.getpid(), signal.SIGINT)
         assert handled == []
 
     with pytest.raises(InterruptedError):
-        deferred()(outer)()
+        defer_signals()(outer)()
     assert handled == [signal.SIGINT]
 
 
 def test_what_the_system_does_is_left_to_it() -> None:
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        with deferred():
+        with defer_signals():
             assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -202,7 +202,7 @@ def test_another_thread_has_nothing_to_defer() -> None:
     found: list[bool] = []
 
     def body() -> None:
-        with deferred():
+        with defer_signals():
             found.append(True)
 
     thread = threading.Thread(target=body)

@@ -22,9 +22,9 @@ import filelock
 
 from nrl.runtime import node
 from nrl.runtime.venvs import environments
-from nrl.runtime.venvs.building import provide
-from nrl.runtime.venvs.environments import DISTRIBUTION, Recipe, here
-from nrl.runtime.venvs.installer import uv
+from nrl.runtime.venvs.building import ensure_env
+from nrl.runtime.venvs.environments import DISTRIBUTION, Recipe, current_platform
+from nrl.runtime.venvs.installer import run_uv
 from nrl.runtime.venvs.wheels import Wheel, content_digest
 
 __all__ = [
@@ -76,12 +76,17 @@ def recipe_of(*wheels: Wheel, executable: str = "tiny", requirements: Iterable[s
         name = line.replace("=", " ").split()[0]
         packages[name] = {"version": "1.0", "source": "index", "digest": hashlib.sha256(line.encode()).hexdigest()[:16]}
     python = ".".join(map(str, sys.version_info[:3]))
-    inventory = {"format": 1, "python": python, "platform": here(), "packages": dict(sorted(packages.items()))}
+    inventory = {
+        "format": 1,
+        "python": python,
+        "platform": current_platform(),
+        "packages": dict(sorted(packages.items())),
+    }
     return Recipe(
         name=f"{executable}-{hashlib.sha256(repr(inventory).encode()).hexdigest()[:12]}",
         executable=executable,
         python=python,
-        platform=here(),
+        platform=current_platform(),
         requirements=tuple(requirements),
         wheels={wheel.name: wheel.content for wheel in wheels},
         inventory=inventory,
@@ -184,7 +189,7 @@ def project_of(folder: Path) -> Path:
         f'[project]\nname = "{DISTRIBUTION}"\nversion = "9.9"\n'
         '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
     )
-    uv(["lock", "--quiet", f"--python={sys.executable}"], cwd=root)
+    run_uv(["lock", "--quiet", f"--python={sys.executable}"], cwd=root)
     return root
 
 
@@ -229,7 +234,7 @@ def bare_builder(recipe: Recipe, folder: Path, scratch: Path, *, prelude: str = 
             shutil.copytree(Path(str(package.__file__)).parent, site / package.__name__)
     cloudpickle.register_pickle_by_value(node)
     try:
-        shipped = cloudpickle.dumps((provide, recipe))
+        shipped = cloudpickle.dumps((ensure_env, recipe))
     finally:
         cloudpickle.unregister_pickle_by_value(node)
     (scratch / "shipped").write_bytes(shipped)

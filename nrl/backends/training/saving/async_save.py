@@ -30,7 +30,7 @@ def all_written(mesh: Mesh, writers: Sequence[Value]) -> list[Saved]:
     """
     pause = _FIRST
     while True:
-        with timeline.unshown(), profiles.untraced():
+        with timeline.hide_calls(), profiles.without_profiling():
             asked = call(mesh, "save", worker.written, Each(writers), outs=Out.all, turn=False).then(list)
         found = _patiently(mesh, asked)
         if all(each is not None for each in found):

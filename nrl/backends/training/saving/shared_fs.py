@@ -46,7 +46,7 @@ def stranger(folder: Folder, ask: Callable[[Folder, str], Sequence[tuple[str, st
     _leave(folder / note)
     try:
         for rank, (host, why) in enumerate(ask(folder, note)):
-            if not why and not shared_fs_probe.arrives(folder / f"{note}.{rank}"):
+            if not why and not shared_fs_probe.wait_for_file(folder / f"{note}.{rank}"):
                 why = "writes what does not arrive there"
             if why:
                 return Stranger(rank, host, why)
@@ -122,7 +122,7 @@ def arrived(name: str, folder: Folder, each: Iterable[Mapping[str, Written]]) ->
 
 def answer(folder: Folder, note: str) -> tuple[str, str]:
     """In a process: answer the program's note; the name of this host, and why it has another folder, or ""."""
-    return socket.gethostname(), shared_fs_probe.answer(folder, note, str(process().rank), _leave)
+    return socket.gethostname(), shared_fs_probe.answer_note(folder, note, str(process().rank), _leave)
 
 
 def see(folder: Folder, files: Mapping[str, Written]) -> None:
