@@ -155,10 +155,10 @@ def _plan(given: argparse.Namespace) -> None:
     from nrl import config
     from nrl.ops.plan import cli, programs
 
-    settings = cli.undashed(given.settings)
+    settings = cli.strip_dashes(given.settings)
     if scripts := [text for text in settings if text.endswith(".py") and "=" not in text]:
         rest = [text for text in settings if text != scripts[0]]
-        cli.main(*programs.of_program(scripts[0], rest))
+        cli.main(*programs.plan_program(scripts[0], rest))
         return
     named = _named("model", settings)
     cfg = config.load(cli.Planning, named, program="nrl plan MODEL", caller="plan")

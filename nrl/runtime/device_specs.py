@@ -19,8 +19,8 @@ def product(device: str) -> str | None:
     >>> product("NVIDIA H100 80GB HBM3"), product("NVIDIA H100 PCIe"), product("NVIDIA GH200 480GB"), product("cpu")
     ('H100', 'H100 PCIe', 'GH200', None)
     """
-    every = sorted(PEAKS, key=len, reverse=True)
-    return next((name for name in every if re.search(rf"(?<!\w){name}(?!\w)", device)), None)
+    names = sorted(PEAKS, key=len, reverse=True)
+    return next((name for name in names if re.search(rf"(?<!\w){name}(?!\w)", device)), None)
 
 
 def peak(device: str) -> float | None:

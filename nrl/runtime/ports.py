@@ -88,13 +88,15 @@ def store(host: str, timeout: timedelta) -> Any:
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    def opened(port: int) -> Any:
+    def open_store(port: int) -> Any:
         if port == 0:
             return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         # torch would write warnings about a taken port: bind it here.
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        listening = socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=both).detach()
+        dual_stack = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual_stack else socket.AF_INET
+        listening = socket.create_server(
+            ("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=dual_stack
+        ).detach()
         return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listening)
 
-    return first_free(opened)
+    return first_free(open_store)

@@ -7,12 +7,12 @@ import attrs
 
 from nrl.runtime.node.machine import Facts
 
-__all__ = ["Check", "Finding", "Level", "failed", "gib", "note", "ok", "warning"]
+__all__ = ["Check", "Finding", "Level", "format_gib", "make_failure", "make_note", "make_ok", "make_warning"]
 
 type Level = Literal["ok", "note", "warning", "failed"]
 
 
-def _says_what_to_do(finding: "Finding", attribute: Any, todo: str) -> None:
+def _check_todo(finding: "Finding", attribute: Any, todo: str) -> None:
     if finding.level in ("warning", "failed") and not todo:
         raise ValueError(f"Finding: {finding.check} is a {finding.level} and does not say what to do; give todo=")
 
@@ -33,14 +33,14 @@ class Finding:
     Raises:
         ValueError: a warning or a failure does not say what to do.
 
-    >>> warning("uv", "0.8.1, and the lock has 0.9.2", "run `uv sync --locked`").level
+    >>> make_warning("uv", "0.8.1, and the lock has 0.9.2", "run `uv sync --locked`").level
     'warning'
     """
 
     check: str
     level: Level
     found: str
-    todo: str = attrs.field(default="", validator=_says_what_to_do)
+    todo: str = attrs.field(default="", validator=_check_todo)
     host: str = ""
     values: Mapping[str, Any] = attrs.field(factory=dict)
 
@@ -49,30 +49,30 @@ type Check = Callable[[Facts], Iterable[Finding]]
 """From what a machine is to what that means; its name is the function's."""
 
 
-def ok(check: str, found: str, **values: Any) -> Finding:
+def make_ok(check: str, message: str, **values: Any) -> Finding:
     """All is well."""
-    return Finding(check, "ok", found, values=values)
+    return Finding(check, "ok", message, values=values)
 
 
-def note(check: str, found: str, todo: str = "", **values: Any) -> Finding:
+def make_note(check: str, message: str, todo: str = "", **values: Any) -> Finding:
     """Something that is neither good nor bad."""
-    return Finding(check, "note", found, todo, values=values)
+    return Finding(check, "note", message, todo, values=values)
 
 
-def warning(check: str, found: str, todo: str, **values: Any) -> Finding:
+def make_warning(check: str, message: str, todo: str, **values: Any) -> Finding:
     """Something will be slow, or fail later."""
-    return Finding(check, "warning", found, todo, values=values)
+    return Finding(check, "warning", message, todo, values=values)
 
 
-def failed(check: str, found: str, todo: str, **values: Any) -> Finding:
+def make_failure(check: str, message: str, todo: str, **values: Any) -> Finding:
     """Nrl does not run like this."""
-    return Finding(check, "failed", found, todo, values=values)
+    return Finding(check, "failed", message, todo, values=values)
 
 
-def gib(size: float) -> str:
+def format_gib(size: float) -> str:
     """Bytes as a person reads them.
 
-    >>> gib(80 << 30), gib(200 << 20)
+    >>> format_gib(80 << 30), format_gib(200 << 20)
     ('80 GiB', '0.2 GiB')
     """
     number = size / 2**30

@@ -126,14 +126,14 @@ class _LocalProcesses:
         turn: bool = True,
         sent: Callable[[], object] | None = None,
     ) -> list[Any]:
-        started, now = timeline.stopwatch()
+        started, clock = timeline.stopwatch()
         results = []
         with profiles.tracing(profiles.trace_path(self.mesh.name, caller)):
             for rank, values in enumerate(args):
                 with enter_process(Process(rank, len(args), None, self.mesh.name)):
                     results.append(perform(caller, fn, [_resolve(arg) for arg in values], outs))
         if timeline.are_calls_shown():
-            timeline.record(self.mesh.name, 0, caller, started, now())
+            timeline.record(self.mesh.name, 0, caller, started, clock())
         kinds = outs if isinstance(outs, tuple) else (outs,)
         columns = zip(*results, strict=True)
         values = [_wrap_results(caller, list(column), kind) for column, kind in zip(columns, kinds, strict=True)]
@@ -161,7 +161,7 @@ class _ThreadHelper(Helper):
         self._threads.submit(self._run, task)
 
     def _run(self, task: Task) -> None:
-        started, now = timeline.stopwatch()
+        started, clock = timeline.stopwatch()
         value, error = None, None
         try:
             with enter_process(self.process):
@@ -169,7 +169,7 @@ class _ThreadHelper(Helper):
         except BaseException as raised:
             error = raised
         if task.shown:
-            timeline.record(self.desk.label, self.rank, task.who, started, now())
+            timeline.record(self.desk.label, self.rank, task.who, started, clock())
         self.desk.over(self, task)
         task.settle(value, error)
 

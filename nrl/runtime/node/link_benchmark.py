@@ -82,7 +82,7 @@ class LinkBenchmark:
         try:
             large, small = torch.zeros(size // 4, device=device), torch.zeros(1, device=device)
 
-            def exchanged(first: int, tensor: torch.Tensor) -> float:
+            def exchange(first: int, tensor: torch.Tensor) -> float:
                 """Measure the seconds in which one process sends a tensor and gets a reply."""
                 began = time.perf_counter()
                 for sender, sent in ((first, tensor), (1 - first, small)):
@@ -90,9 +90,9 @@ class LinkBenchmark:
                 small.item()  # A GPU runs asynchronously.
                 return time.perf_counter() - began
 
-            exchanged(0, large)  # connections are made at the first use
-            latency = min(exchanged(0, small) for _ in range(_PINGS)) / 2
-            took = [min(exchanged(first, large) for _ in range(_ROUNDS)) for first in (0, 1)]
+            exchange(0, large)  # connections are made at the first use
+            latency = min(exchange(0, small) for _ in range(_PINGS)) / 2
+            took = [min(exchange(first, large) for _ in range(_ROUNDS)) for first in (0, 1)]
             rate = size / max(took[rank] - latency, 1e-9)
         finally:
             dist.destroy_process_group()

@@ -158,16 +158,16 @@ class Arguments:
             case RowSlice(source=TensorDict() as batch):
                 index = value.index.numpy().tobytes()
                 pack = functools.partial(self._pack_rows, value)
-                return self.stored.pack_batch(batch, self._cached(count_writes, batch), index, pack)
+                return self.stored.pack_batch(batch, self._cache_result(count_writes, batch), index, pack)
             case TensorDict():
                 put = functools.partial(self._put, value)  # Even a small batch, since all processes get it.
-                return self.stored.pack_batch(value, self._cached(count_writes, value), None, put)
+                return self.stored.pack_batch(value, self._cache_result(count_writes, value), None, put)
             case RowSlice():
                 return self._put_if_large(serialize(value.open(), self.caller))
             case _:
                 return self._put_if_large(serialize(value, self.caller))
 
-    def _cached[T](self, find: Callable[[TensorDict], T], batch: TensorDict) -> T:
+    def _cache_result[T](self, find: Callable[[TensorDict], T], batch: TensorDict) -> T:
         """Return the result of a function on a batch, computed once for all its parts."""
         key = find, id(batch)
         if key not in self._cache:
@@ -176,8 +176,8 @@ class Arguments:
         return result
 
     def _pack_rows(self, value: RowSlice) -> Any:
-        batch = self._cached(without_handles, cast(TensorDict, value.source))
-        pack_rows = self._cached(make_row_serializer, batch)
+        batch = self._cache_result(without_handles, cast(TensorDict, value.source))
+        pack_rows = self._cache_result(make_row_serializer, batch)
         parts = (
             pack_rows(value.index.tolist())
             if pack_rows
@@ -188,7 +188,7 @@ class Arguments:
     def _put(self, value: TensorDict) -> Ref:
         import ray
 
-        return ray.put(serialize(self._cached(without_handles, value), self.caller))
+        return ray.put(serialize(self._cache_result(without_handles, value), self.caller))
 
     def _put_if_large(self, parts: list[Any]) -> Any:
         import ray

@@ -101,7 +101,7 @@ class RayCluster(Cluster):
         bundles = sorted(
             range(request.n), key=lambda place: order.index(nodes[place])
         )  # slots of a host follow one another
-        self._slots += [_Slot(group, place, request, str(nodes[place]), least is not None) for place in bundles]
+        self._slots += [_Slot(group, bundle, request, str(nodes[bundle]), least is not None) for bundle in bundles]
         self._learn_addresses()
         return Slots(self, tuple(range(first, first + request.n)))
 
@@ -220,17 +220,17 @@ class RayCluster(Cluster):
         limit = min(PATIENCE, self.deadline) if fewer else self.deadline
         goal = f"a place for slots {', '.join(map(str, lost))}" if lost else "their new places"
 
-        def told(seconds: float) -> str:
+        def describe(seconds: float) -> str:
             return (
                 f"{subject}; waiting for {goal} on other nodes ({seconds:.0f} of {limit:g} s); {available_resources()}"
             )
 
-        def moved(seconds: float) -> bool:
+        def are_placed(seconds: float) -> bool:
             self.check_open(f"mesh '{mesh.name}'")
             return wait_until_placed(group, seconds)
 
-        say(told(0.0))
-        if not wait_until(moved, limit, told, every=_GLANCE):
+        say(describe(0.0))
+        if not wait_until(are_placed, limit, describe, every=_GLANCE):
             raise PlacementError(
                 f"{subject}, and no other had room for them within {limit:g} s; leave the cluster, and reserve fewer "
                 f"slots. {available_resources()}"

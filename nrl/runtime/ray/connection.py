@@ -203,9 +203,11 @@ def available_resources(gpus: bool = False) -> str:
 
     kinds = [kind for kind in ("GPU", "CPU") if kind == "CPU" or gpus or ray.cluster_resources().get(kind)]
 
-    def listed(resources: Mapping[str, float]) -> str:
+    def format_resources(resources: Mapping[str, float]) -> str:
         return ", ".join(f"{resources.get(kind, 0):g} {kind}" for kind in kinds)
 
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    has = "; ".join(f"node {node['NodeManagerAddress']}: {listed(node['Resources'])}" for node in nodes)
-    return f"the cluster has {len(nodes)} node(s) ({has}), of which {listed(ray.available_resources())} are free"
+    has = "; ".join(f"node {node['NodeManagerAddress']}: {format_resources(node['Resources'])}" for node in nodes)
+    return (
+        f"the cluster has {len(nodes)} node(s) ({has}), of which {format_resources(ray.available_resources())} are free"
+    )

@@ -69,7 +69,7 @@ def install_echo() -> None:
 
     streams = ray_logging.global_worker_stdstream_dispatcher
     name = "ray_print_logs"  # Ray's own, which it removes when it is left
-    ours = [handler for known, handler in streams.handlers if known == name]
+    ours = [handler for handler_name, handler in streams.handlers if handler_name == name]
     for handler in ours:
         streams.remove_handler(name)
         streams.add_handler(name, Echo(handler))

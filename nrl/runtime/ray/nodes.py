@@ -117,7 +117,7 @@ def _call_on_nodes(
     replies = {own_node: fn(*args[own_node], deadline=deadline)} if own_node in args else {}
     for node, ref in refs.items():
 
-        def arrived(seconds: float, node: str = node, ref: Any = ref) -> bool:
+        def fetch(seconds: float, node: str = node, ref: Any = ref) -> bool:
             with contextlib.suppress(ray.exceptions.GetTimeoutError):
                 replies[node] = ray.get(ref, timeout=seconds)
             return node in replies
@@ -127,7 +127,7 @@ def _call_on_nodes(
             f"mesh '{mesh}': waiting for {subject} to be {action} on node {get_address(node)} ({{:.0f}} s)".format
         )
         try:
-            if not wait_until(arrived, max(0.0, until - time.monotonic()), progress):
+            if not wait_until(fetch, max(0.0, until - time.monotonic()), progress):
                 raise DeadlineExceeded(f"{failure}: no answer within {deadline:g} s")
         except ray.exceptions.RayTaskError as error:
             inner = error.cause or error

@@ -106,18 +106,18 @@ def reserve_slots(
             count = max(least, min(count - 1, _count_free(request)))
             continue
 
-        def changed(gpu: bool = request.gpu) -> bool:
+        def has_changed(gpu: bool = request.gpu) -> bool:
             return kind is None and not gpu and _has_gpus()
 
         remaining = max(0.0, until - time.monotonic())
         group = _await_group(
             request,
-            changed,
+            has_changed,
             remaining if least is None else min(remaining, PATIENCE if count == n else _RETRY_PATIENCE),
         )
         if group is not None:
             return request, group
-        if not changed():
+        if not has_changed():
             if time.monotonic() >= until:
                 raise PlacementError(request.describe_refusal(limit))
             count = n if least is None else max(least, min(n, _count_free(request)))
@@ -125,16 +125,16 @@ def reserve_slots(
                 say(f"reserve: {request}, are not to be had within {time.monotonic() - began:.0f} s; {count} will do")
 
 
-def _await_group(request: SlotRequest, changed: Callable[[], bool], limit: float) -> Any:
+def _await_group(request: SlotRequest, has_changed: Callable[[], bool], limit: float) -> Any:
     """Wait for a placement group; None: it was not granted in time, or the request should change by now."""
     bundles = [request.bundle] * request.n
     if request.per_host is None:
-        return _create_group(request, changed, limit, bundles, request.strategy)
+        return _create_group(request, has_changed, limit, bundles, request.strategy)
     # Ray cannot express "four on each host": find full hosts first, then bind a bundle for each slot to its host's id.
     host_bundles = [{kind: count * size for kind, count in request.bundle.items()} for size in request.sizes]
     until, group = time.monotonic() + limit, None
     while group is None and (remaining := until - time.monotonic()) > 0:
-        if (spread := _create_group(request, changed, remaining, host_bundles, "STRICT_SPREAD")) is None:
+        if (spread := _create_group(request, has_changed, remaining, host_bundles, "STRICT_SPREAD")) is None:
             return None
         hosts = list_bundle_nodes(spread)
         _remove(spread)
@@ -142,13 +142,13 @@ def _await_group(request: SlotRequest, changed: Callable[[], bool], limit: float
             {"ray.io/node-id": host} for host, size in zip(hosts, request.sizes, strict=True) for _ in range(size)
         ]
         remaining = min(_MOMENT, max(1.0, until - time.monotonic()))
-        group = _create_group(request, changed, remaining, bundles, "PACK", bundle_label_selector=selectors)
+        group = _create_group(request, has_changed, remaining, bundles, "PACK", bundle_label_selector=selectors)
     return group
 
 
 def _create_group(
     request: SlotRequest,
-    changed: Callable[[], bool],
+    has_changed: Callable[[], bool],
     limit: float,
     bundles: Sequence[dict[str, float]],
     strategy: Strategy,
@@ -161,9 +161,9 @@ def _create_group(
 
     def ready(seconds: float) -> bool:
         nonlocal over
-        there = wait_until_placed(group, seconds)
-        over = changed()
-        return there or over
+        is_placed = wait_until_placed(group, seconds)
+        over = has_changed()
+        return is_placed or over
 
     try:
         if wait_until(ready, max(0.0, limit), request.describe_wait, every=_LOOK) and not over:

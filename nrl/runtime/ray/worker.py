@@ -78,7 +78,7 @@ class Worker:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
         from torch.distributed.device_mesh import init_device_mesh
 
-        start, now = stopwatch()
+        start, clock = stopwatch()
         rank, size = self.process.rank, self.process.size
         choose_interface(ray.util.get_node_ip_address())
         cuda = torch.cuda.is_available()
@@ -93,17 +93,17 @@ class Worker:
             names, extents = zip(*axes, strict=True)
             mesh = init_device_mesh("cuda" if cuda else "cpu", extents, mesh_dim_names=names)
             self.process = Process(rank, size, mesh, self.process.mesh)
-        return pickle.dumps(CallReply(start, now(), ()))
+        return pickle.dumps(CallReply(start, clock(), ()))
 
     def offload(self) -> bytes:
         """Offload all values until the next call, while another mesh works on the device."""
-        start, now = stopwatch()
+        start, clock = stopwatch()
         self._offloaded = {key for key, value in self._values.items() if offload_value(value)} | (
             self._offloaded or set()
         )
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        return pickle.dumps(CallReply(start, now(), ()))
+        return pickle.dumps(CallReply(start, clock(), ()))
 
     def call(self, payload: bytes, *resolved: Any) -> Any:
         """Carry out a request of `messages.encode`; return a pickled reply, and the results to send.
@@ -138,14 +138,14 @@ class Worker:
             key is not None for key in request.keys
         )  # A kept value must not lie in memory that other processes read.
         args = [self._load_argument(request.caller, arg, items, shared, copy=keeps) for arg in request.args]
-        start, now = stopwatch()
+        start, clock = stopwatch()
         try:
             with enter_process(self.process), profiles.tracing(request.trace, self.process.rank):
                 results = perform(request.caller, function, args, request.outs)
         finally:  # A function that raises may have written before.
             for part in shared:
                 part.check(request.caller)
-        end = now()
+        end = clock()
         for arg in request.args:
             if arg.donated and arg.key is not None:
                 self._values.pop(arg.key)

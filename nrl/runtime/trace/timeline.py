@@ -102,11 +102,11 @@ def span(name: str, loop: str | None = None) -> Iterator[None]:
         name: of the work.
         loop: of a loop's step, the name of the loop.
     """
-    recorder, (start, now) = _open[-1] if _open else None, stopwatch()
+    recorder, (start, clock) = _open[-1] if _open else None, stopwatch()
     try:
         yield
     finally:
-        end = now()
+        end = clock()
         _spent[name] += end - start
         if recorder is not None:  # it may be closed by now, where the block ends when it is collected
             recorder.add(DRIVER, 0, name, start, end, loop)

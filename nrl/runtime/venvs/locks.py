@@ -89,10 +89,10 @@ def select_pins(
     extras, environment = list(executable.extras), marker_environment(executable)
     resolution, further = _Resolution(executable, lock_project, cache, say), list[str]()
     if lock_project.kind == "project":
-        known = {
+        own_extras = {
             canonicalize_name(name) for name in _read_project_table(lock_project.root).get("optional-dependencies", {})
         }
-        foreign = [extra for extra in extras if canonicalize_name(extra) not in known]
+        foreign = [extra for extra in extras if canonicalize_name(extra) not in own_extras]
         text = _export(lock_project.root, [extra for extra in extras if extra not in foreign], executable.groups)
         pins, overrides = parse_pins(text, lock_project.root, environment), _read_overrides(lock_project.root)
         # By the name of an index uv finds its credentials.

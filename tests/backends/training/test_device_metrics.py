@@ -17,7 +17,7 @@ from nrl.backends.training.layout.microbatch_plan import plan, predicted
 from nrl.batch import Batch
 from nrl.batch.metrics import Metrics, Sum, finalize, merge
 from nrl.batch.packed_rows import Rectangles, Sequences
-from nrl.ops.plan.analytic import closed_flops
+from nrl.ops.plan.analytic import count_flops
 from nrl.runtime import Cluster
 from nrl.runtime.device_specs import PEAKS, peak
 from nrl.runtime.mesh.current_process import Process, enter_process, measure_idle, perform, process
@@ -36,7 +36,7 @@ def test_flops_are_those_of_the_closed_form() -> None:
     assert found is not None
     tied = TINY | {"tie_word_embeddings": True}
     assert cost(lora.skeleton(Model(tied), dtype=torch.float32)) == found  # a tied head multiplies as another does
-    assert found.token * 100 + found.output * 30 == closed_flops(TINY, tokens=100, outputs=30)
+    assert found.token * 100 + found.output * 30 == count_flops(TINY, tokens=100, outputs=30)
     heads, size = TINY["num_attention_heads"], TINY["head_dim"]
     assert found.scores == ((12.0 * heads * size, None),) * TINY["num_hidden_layers"]
 

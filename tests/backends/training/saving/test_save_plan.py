@@ -13,7 +13,7 @@ from nrl.backends.training.saving import save_plan
 from nrl.backends.training.saving.save_plan import ToSave
 from nrl.files import Written
 from nrl.ops.plan import fake_cuda
-from nrl.ops.plan.op_counter import Counting
+from nrl.ops.plan.op_counter import OpCounter
 from tests.children import child
 from tests.faked import faked
 
@@ -101,8 +101,8 @@ def test_the_memory_comes_back_while_it_is_written(
 
 def on_a_gpu() -> None:
     """On a fake one: it is copied without a wait, into memory that the device writes by itself, and then waited for."""
-    waits = Counting()
-    fake_cuda.install((9, 0), 80 * 10**9, waits.waited)
+    waits = OpCounter()
+    fake_cuda.install((9, 0), 80 * 10**9, waits.count_wait)
     copies, pinned, at_once, empty, copy = list[bool](), list[bool](), list[int](), torch.empty, Tensor.copy_
 
     def allocated(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
