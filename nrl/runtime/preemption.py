@@ -166,7 +166,7 @@ class Preemption:
             if _signal.past() >= _ECHO:
                 _thread.start_new_thread(_signal.hurry, ())
                 self.end()
-        elif _signal.number == signal.SIGINT:  # from now on there is a limit of time
+        elif _signal.number == signal.SIGINT:  # A limit of time applies from now on.
             _signal = _Signal(number, self)
             _thread.start_new_thread(_signal.watch, ())
         elif _signal.late():  # an earlier second signal breaks nothing off, such as a checkpoint

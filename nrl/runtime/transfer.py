@@ -53,7 +53,7 @@ type _Content = tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
 
 _SECONDS = 300  # The timeout of a rendezvous.
 _ALIGNED = 16  # bytes, so that every dtype can be read where it lies
-_SAMPLE = 8  # one tensor in so many bears a checksum
+_SAMPLE = 8  # Every eighth tensor, on average, bears a checksum.
 
 
 class Route(NamedTuple):

@@ -1,4 +1,4 @@
-"""Which settings may be written into a script or a manifest."""
+"""Checks of settings before they are written into a script or a manifest."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -77,8 +77,10 @@ class Kubernetes:
     """Write manifests that run a program by KubeRay. The program's own settings follow `--`."""
 
     program: str  # the Python file, in the image, from folder
-    image: str = attrs.field(validator=_image)  # that has nrl, the program and the environments of its executables
-    arguments: tuple[str, ...] = ()  # of the program; on the command line they follow `--`
+    image: str = attrs.field(
+        validator=_image
+    )  # an image that has nrl, the program and the environments of its executables
+    arguments: tuple[str, ...] = ()  # the program's arguments; on the command line they follow `--`
     name: str = config.derived(
         lambda cfg: re.sub("[^a-z0-9]+", "-", Path(cfg.program).stem.lower()).strip("-"),
         help="of the job and the cluster; all other names begin with it",
@@ -88,32 +90,36 @@ class Kubernetes:
     to: str = config.derived(lambda cfg: f"{cfg.name}-kubernetes")  # the folder to write
     force: bool = False  # replace files that differ
     workers: int = attrs.field(default=1, validator=_positive)  # pods
-    gpus: int = attrs.field(default=0, validator=_not_negative)  # of a worker
+    gpus: int = attrs.field(default=0, validator=_not_negative)  # GPUs of a worker
     gpu_resource: str = attrs.field(default="nvidia.com/gpu", validator=_label)  # how nodes offer GPUs
-    cpus: str = attrs.field(default="8", validator=_cores)  # of a worker
-    memory: str = attrs.field(default="64Gi", validator=_quantity)  # of a worker
-    shared_memory: str = attrs.field(default="16Gi", validator=_quantity)  # of a pod, for Ray's object store
+    cpus: str = attrs.field(default="8", validator=_cores)  # cores of a worker
+    memory: str = attrs.field(default="64Gi", validator=_quantity)  # memory of a worker
+    shared_memory: str = attrs.field(default="16Gi", validator=_quantity)  # memory of a pod, for Ray's object store
     head_cpus: str = attrs.field(default="4", validator=_cores)  # the program runs on the head
-    head_memory: str = attrs.field(default="32Gi", validator=_quantity)  # of the head
+    head_memory: str = attrs.field(default="32Gi", validator=_quantity)  # memory of the head
     more: dict[str, str] = attrs.field(factory=dict)  # further resources of a worker, such as rdma/hca=1
     claim: str = config.derived(lambda cfg: f"{cfg.name}-shared", validator=_name)  # the volume that all pods mount
-    storage: str | None = attrs.field(default=None, validator=_quantity)  # of a new volume; none: the claim is there
-    storage_class: str | None = attrs.field(default=None, validator=_name)  # of a new volume: one of ReadWriteMany
-    mount: str = attrs.field(default="/shared", validator=_absolute)  # where pods have the volume
+    storage: str | None = attrs.field(
+        default=None, validator=_quantity
+    )  # size of a new volume; none: the claim is there
+    storage_class: str | None = attrs.field(default=None, validator=_name)  # class of a new volume, with ReadWriteMany
+    mount: str = attrs.field(default="/shared", validator=_absolute)  # folder of the volume in pods
     out: str = config.derived(lambda cfg: f"{cfg.mount}/runs/{cfg.name}", validator=_absolute)  # the run's folder
-    folder: str = attrs.field(default="/src", validator=_absolute)  # in the image, where the program runs
+    folder: str = attrs.field(default="/src", validator=_absolute)  # folder in the image where the program runs
     env: dict[str, str] = attrs.field(factory=dict, validator=check_variables)  # variables of all pods; no secrets
     secrets: dict[str, str] = attrs.field(factory=dict, validator=_references)  # {HF_TOKEN: SECRET/KEY}, references
     image_pull_secrets: tuple[str, ...] = attrs.field(default=(), validator=_name)  # names of Secrets
-    service_account: str | None = attrs.field(default=None, validator=_name)  # of the pods; none: the namespace's
+    service_account: str | None = attrs.field(
+        default=None, validator=_name
+    )  # account of the pods; none: the namespace's
     priority: str | None = attrs.field(default=None, validator=_name)  # a PriorityClass
-    user: int | None = attrs.field(default=None, validator=_maybe)  # of the processes; none: the image's
-    node_selector: dict[str, str] = attrs.field(factory=dict, validator=_labels)  # of nodes for workers
-    head_node_selector: dict[str, str] = attrs.field(factory=dict, validator=_labels)  # of a node for the head
+    user: int | None = attrs.field(default=None, validator=_maybe)  # user id of the processes; none: the image's
+    node_selector: dict[str, str] = attrs.field(factory=dict, validator=_labels)  # labels of nodes for workers
+    head_node_selector: dict[str, str] = attrs.field(factory=dict, validator=_labels)  # labels of a node for the head
     tolerations: tuple[str, ...] = attrs.field(default=(), validator=_toleration)  # KEY[=VALUE][:EFFECT] of workers
     topology: str | None = attrs.field(default=None, validator=_label)  # a label of nodes; workers share one value
     labels: dict[str, str] = attrs.field(factory=dict, validator=_labels)  # kueue.x-k8s.io/queue-name and others
-    check: bool = True  # where the program is here, too: see that its Config takes what it is given
+    check: bool = True  # load the settings into the Config of a program that is here, too
     suspend: bool = False  # begin suspended
     grace: int = attrs.field(default=120, validator=_positive)  # seconds for the program to save, when pods end
     retries: int = attrs.field(default=3, validator=_not_negative)  # after a failure, each on a new cluster
@@ -121,7 +127,7 @@ class Kubernetes:
     keep: int = attrs.field(default=3600, validator=_not_negative)  # seconds for which pods stay at the end
     ray_version: str = config.derived(
         lambda cfg: metadata.version("ray"), validator=match_pattern(r"\d+(\.\d+)+", "numbers")
-    )  # in the image
+    )  # Ray's version in the image
 
 
 def main(cfg: Kubernetes) -> None:
@@ -156,7 +162,7 @@ def make_manifests(cfg: Kubernetes) -> dict[str, str]:
     own_arguments = program_arguments(cfg.arguments, _COMMAND)
     arguments = with_grace(own_arguments, settings_in_files(own_arguments, "."), cfg.grace, 0, _COMMAND)
     _check(cfg)
-    if cfg.check:  # in the image it is in another folder, and from there its path is the same
+    if cfg.check:  # In the image the program is in another folder, with the same path from there.
         added = (*arguments[len(own_arguments) :], "cluster=auto", f"out={cfg.out}")
         loaded = load_config(cfg.program, own_arguments, added, ".", _COMMAND)
         check_fits(loaded, "workers", cfg.workers, cfg.gpus, _COMMAND)
@@ -194,7 +200,7 @@ def _check(cfg: Kubernetes) -> None:
 
 
 def _list_tolerations(cfg: Kubernetes) -> list[dict[str, str]]:
-    """What Kubernetes calls tolerations; nodes with GPUs are commonly kept free from other pods."""
+    """Return the tolerations of workers; nodes with GPUs are commonly kept free from other pods."""
     tolerations = [{"key": cfg.gpu_resource, "operator": "Exists", "effect": "NoSchedule"}] if cfg.gpus else []
     for text in cfg.tolerations:
         rest, _, effect = text.partition(":")

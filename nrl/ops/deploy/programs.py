@@ -1,4 +1,4 @@
-"""What can be known of a program and of its settings where a job is submitted."""
+"""Checks of a program and of its settings on the host that submits the job."""
 
 import ast
 import contextlib
@@ -31,7 +31,7 @@ def _iter_files(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def settings_in_files(arguments: Sequence[str], folder: str) -> dict[str, Any]:
-    """What the files of settings say that can be read; the program itself says what is wrong with the others."""
+    """Read the settings in readable files; the program itself reports errors in the others."""
     settings = dict[str, Any]()
     for file in _iter_files(arguments):
         with contextlib.suppress(OSError, ValueError, Problems):
@@ -78,7 +78,7 @@ def _is_guard(test: ast.expr) -> bool:
 
 
 def _reads_config(tree: ast.Module) -> bool:
-    """Whether it declares an attrs class ``Config``, into which nrl reads its arguments."""
+    """Return whether a program declares an attrs class ``Config``, into which nrl reads its arguments."""
 
     def name(node: ast.expr) -> str:
         node = node.func if isinstance(node, ast.Call) else node
@@ -125,10 +125,10 @@ def load_config(program: str, words: Sequence[str], added: Sequence[str], folder
         return None
     print(f"{command}: importing {program}, whose Config takes the settings", file=sys.stderr, flush=True)
     from nrl import config
-    from nrl.ops.plan.programs import load_config_class  # which imports torch, as nearly all programs do
+    from nrl.ops.plan.programs import load_config_class  # This imports torch, as nearly all programs do.
 
     caller = f"{command}: {program} with {shlex.join(added)}, which the job gives it"
-    with contextlib.chdir(folder):  # where the program finds its files
+    with contextlib.chdir(folder):  # The program finds its files there.
         try:
             with contextlib.redirect_stdout(sys.stderr):
                 cls = load_config_class(program)

@@ -103,37 +103,43 @@ class Slurm:
     """Write a batch script that runs a program over the nodes of a job. The program's own settings follow `--`."""
 
     program: str  # the Python file, from folder
-    arguments: tuple[str, ...] = ()  # of the program; on the command line they follow `--`
-    name: str = config.derived(lambda cfg: Path(cfg.program).stem, validator=_job)  # of the job
+    arguments: tuple[str, ...] = ()  # the program's arguments; on the command line they follow `--`
+    name: str = config.derived(lambda cfg: Path(cfg.program).stem, validator=_job)  # name of the job
     to: str = config.derived(lambda cfg: f"{cfg.name}.sbatch")  # the file to write
     force: bool = False  # replace a file that differs
     nodes: int = attrs.field(default=1, validator=_positive)  # the program runs on the first of them
-    gpus: int = attrs.field(default=0, validator=attrs.validators.ge(0))  # of a node
-    gpu_type: str | None = attrs.field(default=None, validator=_word)  # as Slurm names it, such as h100
-    cpus: int | None = attrs.field(default=None, validator=_maybe)  # of a node; none: whole nodes, for this job alone
-    memory: str | None = attrs.field(default=None, validator=_size)  # of a node, such as 200G; none: what Slurm gives
+    gpus: int = attrs.field(default=0, validator=attrs.validators.ge(0))  # GPUs of a node
+    gpu_type: str | None = attrs.field(default=None, validator=_word)  # kind of GPU as Slurm names it, such as h100
+    cpus: int | None = attrs.field(
+        default=None, validator=_maybe
+    )  # cores of a node; none: whole nodes, for this job alone
+    memory: str | None = attrs.field(
+        default=None, validator=_size
+    )  # memory of a node, such as 200G; none: what Slurm gives
     time: str = attrs.field(default="24:00:00", validator=_times)  # the limit of one start
     grace: int = attrs.field(default=120, validator=_positive)  # seconds before the limit when the program is told
     partition: str | None = attrs.field(default=None, validator=_word)  # none: Slurm's default
-    account: str | None = attrs.field(default=None, validator=_word)  # to which the time is charged
+    account: str | None = attrs.field(default=None, validator=_word)  # account that is charged for the time
     qos: str | None = attrs.field(default=None, validator=_word)  # the quality of service
     constraint: str | None = attrs.field(default=None, validator=_word)  # features of nodes, such as ib&h100
     reservation: str | None = attrs.field(default=None, validator=_word)  # its name
     nodelist: str | None = attrs.field(default=None, validator=_word)  # nodes to take, such as gpu[01-04]
     exclude: str | None = attrs.field(default=None, validator=_word)  # nodes not to take
     options: tuple[str, ...] = attrs.field(default=(), validator=_option)  # further ones of sbatch: [--mail-type=END]
-    seeds: int | None = attrs.field(default=None, validator=_maybe)  # so many jobs, an array with seed=0, 1, ...
-    at_once: int | None = attrs.field(default=None, validator=_maybe)  # of the array's jobs
-    folder: str = config.derived(lambda cfg: str(Path.cwd()))  # where the program runs; all nodes see it
+    seeds: int | None = attrs.field(default=None, validator=_maybe)  # number of jobs, an array with seed=0, 1, ...
+    at_once: int | None = attrs.field(default=None, validator=_maybe)  # number of the array's jobs
+    folder: str = config.derived(lambda cfg: str(Path.cwd()))  # folder where the program runs; all nodes see it
     out: str = config.derived(lambda cfg: f"runs/{cfg.name}")  # the run's folder, from folder; all nodes see it
     logs: str = config.derived(lambda cfg: f"{cfg.out}-logs")  # a folder for what the job writes
     container: Literal["pyxis", "apptainer"] | None = None  # written and checked, not run by nrl's tests
-    image: str | None = None  # of the container, such as docker://registry#team/nrl:1, or a file
+    image: str | None = None  # image of the container, such as docker://registry#team/nrl:1, or a file
     mounts: tuple[str, ...] = attrs.field(default=(), validator=_mount)  # into the container, besides folder
-    venv: str | None = config.derived(lambda cfg: None if cfg.container else sys.prefix)  # that has nrl, on all nodes
+    venv: str | None = config.derived(
+        lambda cfg: None if cfg.container else sys.prefix
+    )  # venv that has nrl, on all nodes
     executables: tuple[str, ...] | None = attrs.field(
         default=None, validator=_executable
-    )  # to build first; none: those of the program's trainer= and sampler=; []: nothing
+    )  # executables to build first; none: those of the program's trainer= and sampler=; []: nothing
     check: bool = True  # see that files of settings are here, and that the program's Config takes what it is given
     doctor: bool = False  # ask `nrl doctor` of all nodes before the program; where something fails the job ends
     venvs: str | None = None  # NRL_VENV_DIR; best on a disk of the node; none: in the user's cache
@@ -141,7 +147,7 @@ class Slurm:
     env: dict[str, str] = attrs.field(
         factory=dict, validator=check_variables
     )  # variables, for all processes; no secrets
-    ports: str = attrs.field(default="20000-29999", validator=_ports)  # of Ray; a job takes 250 of them
+    ports: str = attrs.field(default="20000-29999", validator=_ports)  # Ray's ports; a job takes 250 of them
     interface: str | None = attrs.field(default=None, validator=_interface)  # none: by the name of the first node
     object_store: str | None = attrs.field(default=None, validator=_bytes)  # memory of Ray's, a node; none: 30 %
 
@@ -215,7 +221,7 @@ def make_script(cfg: Slurm) -> str:
 
 
 def _load_checked(cfg: Slurm, arguments: tuple[str, ...]) -> Any | None:
-    """The program's configuration, from what the job will give it; None: nobody has looked."""
+    """Load the program's configuration from the job's arguments; None: it was not checked."""
     folder = _program_folder(cfg)
     if cfg.container is None and not (Path(folder) / cfg.program).is_file():
         raise ConfigError(f"{_COMMAND}: found no file program={cfg.program} in {folder}; folder= says where it is")
@@ -247,7 +253,7 @@ def _out_folder(cfg: Slurm) -> str:
 
 
 def _setup_file(cfg: Slurm) -> str | None:
-    """Absolute, since the script begins where somebody submits."""
+    """Return the absolute path of the setup file, since the script starts in the folder of submission."""
     if cfg.setup is None:
         return None
     path = Path(cfg.setup).expanduser().absolute()
@@ -262,7 +268,7 @@ def _check_times(cfg: Slurm) -> None:
 
 
 def _list_mounts(cfg: Slurm) -> tuple[str, ...]:
-    """What the container sees of the nodes."""
+    """List the nodes' folders that are mounted into the container."""
     if cfg.container is None:
         for value, name in ((cfg.image, "image"), (cfg.mounts, "mounts")):
             if value:
@@ -299,7 +305,7 @@ def _program_folder(cfg: Slurm) -> str:
 
 
 def _logs_folder(cfg: Slurm) -> str:
-    """Absolute, since Slurm reads it from the folder where somebody submits."""
+    """Return the absolute folder of logs, since Slurm resolves it from the folder of submission."""
     path = str(Path(_program_folder(cfg)) / Path(cfg.logs).expanduser())
     if re.search(r"[\s%\\'\"]", path):
         raise ConfigError(

@@ -21,7 +21,7 @@ def fill_template(template: str, values: Mapping[str, Any]) -> str:
         template: the name of the file.
         values: by the names that the template has for them.
     """
-    import jinja2  # which takes a moment, and --help needs none
+    import jinja2  # The import takes a moment, and --help does not need it.
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),

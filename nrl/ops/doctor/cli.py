@@ -21,7 +21,7 @@ from nrl.runtime.node.machine import Facts
 
 __all__ = ["Doctor", "main"]
 
-_FORMAT = 1  # of the JSON document; another number where a program that reads it would have to change
+_FORMAT = 1  # The version of the JSON document; it changes if programs that read it have to.
 _SHOWN = {
     "ok": ("OK", "green"),
     "note": ("note", "cyan"),
@@ -53,10 +53,12 @@ class Doctor:
     """Say whether this machine, or a Ray cluster, runs nrl, and what to do if it does not."""
 
     cluster: str = attrs.field(default="local", validator=_check_address)  # local: this host; ray, auto, HOST:PORT: all
-    hosts: int | None = attrs.field(default=None, validator=_check_hosts)  # of a cluster that have to be there
+    hosts: int | None = attrs.field(
+        default=None, validator=_check_hosts
+    )  # number of hosts that the cluster has to have
     shared: str | None = None  # a folder that all hosts should see, such as your out=
-    megabytes: int = attrs.field(default=32, validator=attrs.validators.ge(1))  # that two hosts send each other
-    json: bool = False  # one JSON document instead of lines; --json is the same
+    megabytes: int = attrs.field(default=32, validator=attrs.validators.ge(1))  # data that two hosts exchange
+    json: bool = False  # print a JSON document instead of lines; --json is the same
     deadline: float = attrs.field(default=60.0, validator=_positive)  # seconds for this host, and for each step beyond
 
 
@@ -69,7 +71,7 @@ def main(cfg: Doctor) -> int:
     shown = list[Finding]()
     out, host = sys.stdout, socket.gethostname()
     console = Console(file=out, soft_wrap=True, highlight=False)
-    with contextlib.redirect_stdout(sys.stderr):  # where Ray and others say what they do
+    with contextlib.redirect_stdout(sys.stderr):  # Ray and others print progress to stdout.
         for finding in _run_checks(cfg):
             if not cfg.json:
                 if not shown or finding.check == "cluster":
@@ -80,7 +82,7 @@ def main(cfg: Doctor) -> int:
         print(json.dumps(_make_document(host, shown), indent=1), file=out)
     else:
         console.print(_summarize(shown))
-    return int(any(each.level == "failed" for each in shown))
+    return int(any(finding.level == "failed" for finding in shown))
 
 
 def _run_checks(cfg: Doctor) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""The doctor of a Ray cluster: asks every host, compares them, and lets each two of them meet."""
+"""The doctor of a Ray cluster: check every host, compare hosts, and measure the links between them."""
 
 import contextlib
 import functools
@@ -49,7 +49,7 @@ _HEAD = "`ray status` on the head says whether it runs; see docs/clusters.md"
 def check_hosts(
     address: str, shared: str | None, size: int, limit: float, expected: int | None = None
 ) -> Iterator[Finding]:
-    """What is found on all hosts of a Ray cluster, and between them.
+    """Yield findings on all hosts of a Ray cluster, and between them.
 
     Args:
         address: ``"ray"``, ``"auto"`` or ``"host:port"``.
@@ -81,7 +81,7 @@ def check_hosts(
 
 
 def _describe_silence(address: str, limit: float) -> str:
-    """Why there is no head of a cluster where something listens; empty: there is one, or nothing listens.
+    """Describe a port that listens but is no head of a cluster; empty: it is a head, or nothing listens.
 
     Ray itself would try for two minutes, whatever the limit, and write a line each few seconds.
     """
@@ -99,7 +99,7 @@ def _describe_silence(address: str, limit: float) -> str:
 
 
 def _await_hosts(expected: int, limit: float) -> Finding:
-    """Wait for hosts that are late, and say how many have come."""
+    """Wait for late hosts, and report how many have come."""
 
     def have_come(seconds: float) -> bool:
         if len(list_nodes(True)) < expected:
@@ -123,7 +123,7 @@ def _await_hosts(expected: int, limit: float) -> Finding:
 
 
 def _start_probes() -> dict[str, ProbedHost]:
-    """The nodes by name: that of the host, with its port where several are one machine."""
+    """Start a probe on each node; return them by host name, with a port if several nodes are one machine."""
     alive = list_nodes(True)
     names = [str(node["NodeManagerHostname"]) for node in alive]
     probes = {}
@@ -135,7 +135,7 @@ def _start_probes() -> dict[str, ProbedHost]:
 
 
 def _find_lost() -> Iterator[Finding]:
-    """Nodes that were in the cluster and are not any more, unless they are back."""
+    """Yield a warning for each node that has left the cluster and is not back."""
     alive = {node["NodeManagerAddress"] for node in list_nodes(True)}
     for node in list_nodes(False):
         if node["NodeManagerAddress"] not in alive:
@@ -150,7 +150,7 @@ def _check_all(hosts: dict[str, ProbedHost], shared: str | None, size: int, limi
     lookups = {
         name: call_on_node(host.node, look_at_host, version, tuple(EXECUTABLES))
         for name, host in hosts.items()
-        if host.node != own_node  # whose own checks have been shown
+        if host.node != own_node  # The checks of this host have been shown.
     }
     answers, silent = collect_replies("what each host is", requests, limit)
     for name, error in silent.items():
@@ -168,7 +168,7 @@ def _check_all(hosts: dict[str, ProbedHost], shared: str | None, size: int, limi
         yield from judge_slots(name, host_facts, hosts[name].resources)
         if hosts[name].node != own_node:
             for check in HARDWARE:
-                if check is host_name:  # which matters between hosts, and is told there
+                if check is host_name:  # `host_diff` reports the name, which matters between hosts.
                     continue
                 yield from (attrs.evolve(finding, host=name) for finding in check(host_facts))
         if name in results:
@@ -195,7 +195,7 @@ def judge_host(
     recipe_of: Callable[[str], Recipe],
     build: Callable[[], Mapping[str, Any]],
 ) -> Iterator[Finding]:
-    """What a look at another host means.
+    """Judge the examination of another host.
 
     Args:
         look: what `nrl.ops.doctor.host_probe.look_at_host` has seen there.
@@ -205,7 +205,7 @@ def judge_host(
         build: `look_at_torch` of the program, for hosts whose environments are still to be built.
     """
     lock: Mapping[str, Any] = {}
-    with contextlib.suppress(NrlError):  # which was told of this host
+    with contextlib.suppress(NrlError):  # The check of this host has reported the error.
         lock = recipe_of("base").inventory["packages"]
     uv = judge_uv(look["uv"], lock.get("uv", {}).get("version"))
     if uv.level == "failed" and look["environments"].get("whole"):

@@ -1,4 +1,4 @@
-"""What a check has found: one record, which is a line for people and an entry for programs."""
+"""The finding of a check: one record, which is a line for people and an entry for programs."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
@@ -19,16 +19,16 @@ def _check_todo(finding: "Finding", attribute: Any, todo: str) -> None:
 
 @attrs.frozen
 class Finding:
-    """What a check has found.
+    """The finding of a check.
 
     Args:
-        check: its name.
+        check: the check's name.
         level: ``"ok"``; ``"note"``: neither good nor bad; ``"warning"``: something will be slow, or fail later;
             ``"failed"``: nrl does not run like this.
-        found: what was found.
-        todo: what to do about it; of a warning and a failure always given.
-        host: that it is about; empty: this one.
-        values: what was found, for programs.
+        found: the state that was found, as text.
+        todo: the remedy; required for a warning and a failure.
+        host: the host concerned; empty: this one.
+        values: the state that was found, for programs.
 
     Raises:
         ValueError: a warning or a failure does not say what to do.
@@ -46,31 +46,31 @@ class Finding:
 
 
 type Check = Callable[[Facts], Iterable[Finding]]
-"""From what a machine is to what that means; its name is the function's."""
+"""A function from a machine's facts to findings; the check has the function's name."""
 
 
 def make_ok(check: str, message: str, **values: Any) -> Finding:
-    """All is well."""
+    """Make a finding of level ok."""
     return Finding(check, "ok", message, values=values)
 
 
 def make_note(check: str, message: str, todo: str = "", **values: Any) -> Finding:
-    """Something that is neither good nor bad."""
+    """Make a note: the state is neither good nor bad."""
     return Finding(check, "note", message, todo, values=values)
 
 
 def make_warning(check: str, message: str, todo: str, **values: Any) -> Finding:
-    """Something will be slow, or fail later."""
+    """Make a warning: the program will be slow, or fail later."""
     return Finding(check, "warning", message, todo, values=values)
 
 
 def make_failure(check: str, message: str, todo: str, **values: Any) -> Finding:
-    """Nrl does not run like this."""
+    """Make a failure: nrl does not run like this."""
     return Finding(check, "failed", message, todo, values=values)
 
 
 def format_gib(size: float) -> str:
-    """Bytes as a person reads them.
+    """Format bytes in GiB.
 
     >>> format_gib(80 << 30), format_gib(200 << 20)
     ('80 GiB', '0.2 GiB')

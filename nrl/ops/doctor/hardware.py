@@ -1,4 +1,4 @@
-"""Checks that judge what a machine is, this one or another: they read facts and nothing else."""
+"""Checks of a machine's hardware, this one's or another's: they read facts alone."""
 
 from collections.abc import Iterator, Sequence
 from ipaddress import ip_address
@@ -21,8 +21,8 @@ __all__ = [
     "shared_memory",
 ]
 
-_FULL = 0.95  # of a disk: beyond it Ray writes nothing there any more
-_RAYS_SHARE, _RAYS_LEAST = 0.3, 10**10  # of the memory, and bytes, that Ray's object store takes at least, if it can
+_FULL = 0.95  # The share of a disk beyond which Ray writes no objects there.
+_RAYS_SHARE, _RAYS_LEAST = 0.3, 10**10  # The object store takes the smaller of this share of memory and these bytes.
 _OPEN_FILES = 4096  # below it Ray itself warns
 _SMALL = 4 << 30  # bytes of memory: a process of a mesh has about one
 _MINIMUM = {"environments": 10 << 30, "uv_cache": 10 << 30, "hub": 10 << 30, "temporary": 10 << 30}
@@ -33,7 +33,7 @@ _BUSY = 1 << 30  # bytes of a GPU's memory in use
 
 
 def cores(facts: Facts) -> Iterator[Finding]:
-    """How many processors a process may use, by its mask and its cgroup."""
+    """Check the number of processors that a process may use, by its mask and its cgroup."""
     counts = facts["cores"]
     allowed, quota = counts["allowed"], counts["quota"]
     usable = allowed if quota is None else min(allowed, quota)
@@ -50,7 +50,7 @@ def cores(facts: Facts) -> Iterator[Finding]:
 
 
 def memory(facts: Facts) -> Iterator[Finding]:
-    """How much memory there is, by the machine and the cgroup."""
+    """Check the memory of the machine and the limit of the cgroup."""
     sizes = facts["memory"]
     if sizes["total"] is None:
         yield make_note("memory", "not known: there is no /proc/meminfo", **sizes)
@@ -71,7 +71,7 @@ def memory(facts: Facts) -> Iterator[Finding]:
 
 
 def shared_memory(facts: Facts) -> Iterator[Finding]:
-    """Whether Ray's object store has room in /dev/shm."""
+    """Check that Ray's object store has room in /dev/shm."""
     folder, total = facts["folders"]["shared_memory"], facts["memory"]["limit"] or facts["memory"]["total"] or 0
     if "error" in folder or not folder["exists"]:
         yield make_failure(
@@ -101,7 +101,7 @@ def shared_memory(facts: Facts) -> Iterator[Finding]:
 
 
 def disk(facts: Facts) -> Iterator[Finding]:
-    """Whether the folders that nrl, uv, Ray and the hub fill can be written, and have room."""
+    """Check that the folders of nrl, uv, Ray and the hub can be written, and have room."""
     for name, least in _MINIMUM.items():
         folder, option = facts["folders"][name], _OPTIONS[name]
         label = f"{name.replace('_', ' ')}: {folder['path']}"
@@ -141,9 +141,9 @@ def disk(facts: Facts) -> Iterator[Finding]:
 
 
 def mounts(facts: Facts) -> Iterator[Finding]:
-    """Whether uv can link packages from its cache into environments."""
+    """Check that uv can link packages from its cache into environments."""
     envs, cache = facts["folders"]["environments"], facts["folders"]["uv_cache"]
-    if "error" in envs or "error" in cache:  # which the check of disks says
+    if "error" in envs or "error" in cache:  # The check of disks reports the error.
         return
     copies = facts["link_mode"] == "copy"
     if copies or envs["device"] != cache["device"]:
@@ -158,7 +158,7 @@ def mounts(facts: Facts) -> Iterator[Finding]:
 
 
 def host_name(facts: Facts) -> Iterator[Finding]:
-    """What the host's own name stands for: gloo takes that address where nobody chooses an interface."""
+    """Check the addresses of the host's own name: gloo takes the first unless an interface is chosen."""
     host, addresses = facts["host"], facts["addresses"]
     listing = ", ".join(addresses)
     if not addresses:
@@ -180,7 +180,7 @@ def host_name(facts: Facts) -> Iterator[Finding]:
 
 
 def is_loopback_name(addresses: Sequence[str]) -> bool:
-    """Whether a program that listens at the host's own name is heard on this host alone.
+    """Return whether a program that listens at the host's own name is reachable from this host alone.
 
     >>> is_loopback_name(["127.0.1.1", "10.0.0.3"]), is_loopback_name(["10.0.0.3", "127.0.1.1"]), is_loopback_name([])
     (True, False, False)
@@ -189,7 +189,7 @@ def is_loopback_name(addresses: Sequence[str]) -> bool:
 
 
 def open_files(facts: Facts) -> Iterator[Finding]:
-    """How many files a process may open; each process of Ray has connections to many."""
+    """Check the limit of open files; each process of Ray has connections to many."""
     soft, hard = facts["open_files"]
     message = f"{_format_count(soft)} a process" + ("" if hard == soft else f", at most {_format_count(hard)}")
     if 0 <= soft < _OPEN_FILES:
@@ -202,7 +202,7 @@ def open_files(facts: Facts) -> Iterator[Finding]:
 
 
 def gpu(facts: Facts) -> Iterator[Finding]:
-    """The GPUs, their memory, and what uses it already."""
+    """Check the GPUs, their memory, and its current use."""
     gpus = facts["gpus"]
     if gpus is None:
         yield make_note("gpu", "there is none (no nvidia-smi): all runs on CPUs", devices=[])
@@ -254,7 +254,7 @@ def gpu(facts: Facts) -> Iterator[Finding]:
 
 
 def links(facts: Facts) -> Iterator[Finding]:
-    """How the GPUs of a host are linked."""
+    """Check the links between the GPUs of a host."""
     gpus = facts["gpus"]
     if gpus is None or len(gpus["devices"]) < 2:
         return
@@ -279,4 +279,4 @@ def _format_count(number: int) -> str:
 HARDWARE: tuple[Check, ...] = (
     cores, memory, shared_memory, disk, mounts, host_name, open_files, gpu, links,
 )  # fmt: skip
-"""The checks that need nothing but facts, in the order in which they are shown."""
+"""The checks that need facts alone, in the order of display."""

@@ -1,4 +1,4 @@
-"""What the hosts of a cluster have to have in common, what differs, and what the way between two of them is."""
+"""Compare hosts of a cluster: versions that must match, differences, and link speed."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -20,10 +20,10 @@ _SAME = "install the same on all hosts (one image, or `uv sync --locked` on each
 
 
 def list_differences(hosts: Mapping[str, Facts], reference: Facts) -> Iterator[Finding]:
-    """What differs between hosts, each time named with the host.
+    """Yield the differences between hosts, each with the name of its host.
 
     Args:
-        hosts: what each of them is, by its name.
+        hosts: the facts of each host, by name.
         reference: what the host of the program is, with which they are compared.
     """
     differing = set[str]()
@@ -44,7 +44,7 @@ def list_differences(hosts: Mapping[str, Facts], reference: Facts) -> Iterator[F
 
 
 def _compare_facts(hosts: Mapping[str, Facts], reference: Facts) -> Iterator[tuple[str, Finding]]:
-    """What differs from the program's host, each with its name in `_COMPARED`."""
+    """Yield the differences from the program's host, each with its name in `_COMPARED`."""
     for host, facts in hosts.items():
         versions = _python_version(reference), _python_version(facts)
         if versions[0] != versions[1]:
@@ -92,7 +92,7 @@ def _compare_facts(hosts: Mapping[str, Facts], reference: Facts) -> Iterator[tup
 
 
 def _check_names(hosts: Mapping[str, Facts]) -> Iterator[Finding]:
-    """Hosts whose own name leads nobody else to them."""
+    """Yield a warning for each host whose own name leads other hosts elsewhere."""
     for host, facts in hosts.items():
         if is_loopback_name(facts["addresses"]):
             message = f"its own name stands for {', '.join(facts['addresses'])}, where other hosts do not find it"
@@ -103,7 +103,7 @@ def _check_names(hosts: Mapping[str, Facts]) -> Iterator[Finding]:
 
 
 def _compare_gpus(hosts: Mapping[str, Facts]) -> Iterator[tuple[str, Finding]]:
-    """GPUs are compared among the hosts that have some: a program may run on one that has none."""
+    """Compare GPUs among the hosts that have some: a program may run on a host without GPUs."""
     gpus = {host: (facts["gpus"] or {}) for host, facts in hosts.items()}
     with_gpus = {host: host_gpus for host, host_gpus in gpus.items() if host_gpus.get("devices")}
     first, *rest = with_gpus.items() if with_gpus else [("", {})]
@@ -124,7 +124,7 @@ def _compare_gpus(hosts: Mapping[str, Facts]) -> Iterator[tuple[str, Finding]]:
 
 
 def judge_slots(host: str, facts: Facts, resources: Mapping[str, float]) -> Iterator[Finding]:
-    """Whether Ray hands out what a host has."""
+    """Judge whether Ray hands out the host's CPUs and GPUs."""
     cpus, gpus = resources.get("CPU", 0), resources.get("GPU", 0)
     devices = facts["gpus"] or {"devices": [], "unseen": []}
     count = len(devices["devices"] or devices["unseen"])
@@ -137,7 +137,7 @@ def judge_slots(host: str, facts: Facts, resources: Mapping[str, float]) -> Iter
 
 
 def judge_clock(host: str, offset: float, uncertain: float) -> Finding:
-    """Whether a host's clock agrees with the program's.
+    """Judge whether a host's clock agrees with the program's.
 
     Args:
         host: its name.
@@ -154,7 +154,7 @@ def judge_clock(host: str, offset: float, uncertain: float) -> Finding:
 
 
 def pair_in_rounds(names: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
-    """All pairs, in rounds in which each is at most once: pairs of a round do not disturb each other.
+    """Yield all pairs in rounds, each host at most once in a round: pairs of a round do not disturb each other.
 
     >>> list(pair_in_rounds(["a", "b", "c", "d"]))
     [[('a', 'd'), ('b', 'c')], [('a', 'c'), ('d', 'b')], [('a', 'b'), ('c', 'd')]]
@@ -168,7 +168,7 @@ def pair_in_rounds(names: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
 
 
 def describe_link(backend: str, pair: tuple[str, str], measurements: Sequence[Mapping[str, Any]]) -> Finding:
-    """What the way between two hosts is.
+    """Describe the link between two hosts.
 
     Args:
         backend: by which they met.
@@ -199,7 +199,7 @@ def describe_link(backend: str, pair: tuple[str, str], measurements: Sequence[Ma
 def describe_failed_link(
     backend: str, pair: tuple[str, str], reason: str, addresses: tuple[str, str], advice: str = ""
 ) -> Finding:
-    """Two hosts that did not meet.
+    """Describe two hosts that did not connect.
 
     Args:
         backend: by which.

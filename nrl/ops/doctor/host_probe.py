@@ -69,7 +69,7 @@ print(json.dumps(found or imported()))
 
 
 def look_at_host(ray: str, executables: Collection[str]) -> dict[str, Any]:
-    """What there is on this host beside its hardware, each by its name; ``error`` where a look itself fails.
+    """Examine this host beside its hardware, by subject; ``error`` if an examination itself fails.
 
     Args:
         ray: the version of Ray that a Python with torch should have.
@@ -96,7 +96,7 @@ def look_at_host(ray: str, executables: Collection[str]) -> dict[str, Any]:
 def _run_guarded(fn: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return fn()
-    except Exception as error:  # one that is wrong shall not hide the others
+    except Exception as error:  # An error of one examination must not hide the others.
         return {"error": f"{type(error).__name__}: {error}"}
 
 
@@ -111,7 +111,7 @@ def look_at_uv() -> dict[str, Any]:
 
 
 def look_at_environments(executables: Collection[str], folder: Path | None = None) -> dict[str, Any]:
-    """The environments of this host.
+    """Examine the environments of this host.
 
     Args:
         executables: whose; others are left out.
@@ -133,7 +133,7 @@ def look_at_environments(executables: Collection[str], folder: Path | None = Non
 
 
 def look_at_hub() -> dict[str, Any]:
-    """Whether the hub of models answers, where its files go, and whether there is a token, which nobody sees."""
+    """Examine the hub of models: whether it answers, its folder, and whether there is a token, which stays secret."""
     home = str(list_folders()["hub"])
     endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
     offline = [name for name in _OFFLINE if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")]
@@ -160,7 +160,7 @@ def _has_token(home: str) -> bool:
 
 
 def _look_at_sandbox() -> dict[str, Any]:
-    """Why no sandbox can be made here; empty: the smallest one runs."""
+    """Return why no sandbox can be made here; empty: a minimal one runs."""
     lacking = [name for name in _SANDBOX if shutil.which(name) is None]
     if lacking:
         return {"why": f"there is no {' and no '.join(lacking)}"}
@@ -170,7 +170,7 @@ def _look_at_sandbox() -> dict[str, Any]:
 
 
 def look_at_torch(python: str, gpus: bool, patience: float = _PATIENCE, *, hidden: bool = True) -> dict[str, Any]:
-    """What an interpreter's torch is and sees, asked in a process of its own: to import it takes seconds.
+    """Examine an interpreter's torch and its devices in a process of its own: the import takes seconds.
 
     Args:
         python: the interpreter.

@@ -1,4 +1,4 @@
-"""Checks of what is installed on this host: Python, uv, packages against the lock, torch, environments."""
+"""Checks of the installation on this host: Python, uv, packages against the lock, torch, environments."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -38,7 +38,7 @@ _SYNC = "run `uv sync --locked` in the project, or install these versions"
 
 
 def python(facts: Facts) -> Iterator[Finding]:
-    """Whether nrl runs on this Python."""
+    """Check that nrl runs on this Python."""
     version, required = facts["python"], ",".join(_read_metadata("Requires-Python"))
     message = f"{version}, {facts['executable']}"
     if required and not SpecifierSet(required).contains(version, prereleases=True):
@@ -50,7 +50,7 @@ def python(facts: Facts) -> Iterator[Finding]:
 
 
 def lock(facts: Facts) -> Iterator[Finding]:
-    """Whether uv and the packages of this interpreter are those of the lock, and those that nrl needs."""
+    """Check uv and the packages of this interpreter against the lock, and against nrl's requirements."""
     uv_facts, installed, lock_project = look_at_uv(), _list_installed(), find_project()
     pins: Mapping[str, Pin] = {}
     reason = ""
@@ -83,7 +83,7 @@ def lock(facts: Facts) -> Iterator[Finding]:
 
 
 def judge_uv(uv_facts: Mapping[str, Any], locked_version: str | None) -> Finding:
-    """Whether a host's uv is that of the lock.
+    """Judge whether a host's uv has the lock's version.
 
     Args:
         uv_facts: `look_at_uv` of the host.
@@ -102,12 +102,12 @@ def judge_uv(uv_facts: Mapping[str, Any], locked_version: str | None) -> Finding
 
 
 def torch(facts: Facts) -> Iterator[Finding]:
-    """Whether torch can be imported, and sees the GPUs that there are; without GPUs, whether its libraries load."""
+    """Check that torch can be imported and sees the GPUs; without GPUs, that its libraries load."""
     yield from judge_torch(look_at_torch(sys.executable, facts["gpus"] is not None), facts["gpus"])
 
 
 def judge_torch(torch_facts: Mapping[str, Any], gpus: Mapping[str, Any] | None) -> Iterator[Finding]:
-    """Whether a host's torch can be imported, and sees its GPUs.
+    """Judge whether a host's torch can be imported, and sees its GPUs.
 
     Args:
         torch_facts: `look_at_torch` of the host.
@@ -164,7 +164,7 @@ def judge_torch(torch_facts: Mapping[str, Any], gpus: Mapping[str, Any] | None) 
 
 
 def judge_future_torch(gpus: Mapping[str, Any] | None, build: Mapping[str, Any], ray: str) -> Finding:
-    """What the driver of a host without any torch is to the torch that environments there will have.
+    """Judge whether the driver of a host without torch supports the torch of environments to be built there.
 
     Args:
         gpus: what nvidia-smi says there; None: there is none.
@@ -188,7 +188,7 @@ def judge_future_torch(gpus: Mapping[str, Any] | None, build: Mapping[str, Any],
 
 
 def is_driver_too_old(gpus: Mapping[str, Any], cuda: str | None) -> bool:
-    """Whether a driver is too old for what is built for a CUDA: it runs all of its own major version.
+    """Return whether a driver is too old for a build for some CUDA: it runs all builds of its own major version.
 
     >>> (
     ...     [is_driver_too_old({"cuda": "12.4"}, built) for built in ("12.8", "13.0", None)],
@@ -207,12 +207,12 @@ def _advise_driver(gpus: Mapping[str, Any], cuda: str) -> str:
 
 
 def environments(facts: Facts) -> Iterator[Finding]:
-    """Whether executables have their environments, whole and as the lock says."""
+    """Check that executables have complete environments with the lock's packages."""
     yield from judge_environments(look_at_environments(EXECUTABLES), make_recipe)
 
 
 def judge_environments(env_facts: Mapping[str, Any], recipe_of: Callable[[str], Recipe]) -> Iterator[Finding]:
-    """Whether a host's environments are whole, and what the lock of this process says.
+    """Judge whether a host's environments are complete, with the packages of this process's lock.
 
     Args:
         env_facts: `look_at_environments` of the host.
@@ -266,7 +266,7 @@ def judge_environments(env_facts: Mapping[str, Any], recipe_of: Callable[[str], 
 
 
 def _check_requirements(installed: Mapping[str, str]) -> Iterator[Finding]:
-    """What nrl itself asks for, whatever the lock says."""
+    """Check nrl's own requirements, independently of the lock."""
     wrong = list[str]()
     for text in _read_metadata("Requires-Dist"):
         requirement = Requirement(text)
@@ -280,7 +280,7 @@ def _check_requirements(installed: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _read_metadata(key: str) -> list[str]:
-    """What nrl's package says of itself; nothing where nrl was not installed, but lies on the path."""
+    """Return values of the metadata of nrl's package; empty if nrl is not installed, but on the path."""
     try:
         return [str(value) for value in metadata.metadata(DISTRIBUTION).get_all(key, [])]
     except metadata.PackageNotFoundError:
@@ -299,7 +299,7 @@ def _list_installed() -> Mapping[str, str]:
 
 
 def _runs_on(capability: str, built: set[str]) -> bool:
-    """Whether code for one of these architectures runs on a device: of its generation, or compiled there (PTX).
+    """Return whether code for one of these architectures runs on a device: native code, or compiled there (PTX).
 
     >>> _runs_on("86", {"sm_80"}), _runs_on("121", {"sm_80", "compute_90"}), _runs_on("70", {"sm_80", "compute_80"})
     (True, True, False)

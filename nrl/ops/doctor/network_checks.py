@@ -1,4 +1,4 @@
-"""What lies between two hosts of a Ray cluster: clocks that differ, a folder, ports, and the backends of torch."""
+"""Checks between hosts of a Ray cluster: clocks, a shared folder, ports, and the backends of torch."""
 
 import random
 import shlex
@@ -35,7 +35,7 @@ __all__ = ["check_links", "check_shared_folder", "measure_clock"]
 
 type _Routes = dict[tuple[str, str], bool]
 
-_QUESTIONS = 8  # to a clock
+_QUESTIONS = 8  # requests to a clock
 _FIREWALL = (
     "let a firewall pass TCP between the hosts at the ports that systems pick: those of net.ipv4.ip_local_port_range, "
     "by default 32768 to 60999"
@@ -43,7 +43,7 @@ _FIREWALL = (
 
 
 def measure_clock(name: str, probe: Any, limit: float) -> Finding:
-    """The offset by the quickest round trip of some."""
+    """Measure a clock's offset by the fastest of several round trips."""
     seen = list[tuple[float, float]]()
     for _ in range(_QUESTIONS):
         sent = time.time()
@@ -57,7 +57,7 @@ def measure_clock(name: str, probe: Any, limit: float) -> Finding:
 
 
 def check_shared_folder(hosts: Mapping[str, ProbedHost], shared: str | None, limit: float) -> Iterator[Finding]:
-    """Whether all see a folder: the program leaves a note, each host an answer."""
+    """Check that all hosts see a folder: the program writes a note, each host an answer."""
     if shared is None:
         if len(hosts) > 1:
             yield make_note(
@@ -91,7 +91,7 @@ def check_shared_folder(hosts: Mapping[str, ProbedHost], shared: str | None, lim
 def check_links(
     hosts: Mapping[str, ProbedHost], facts: Mapping[str, Facts], size: int, limit: float
 ) -> Iterator[Finding]:
-    """Whether each two hosts reach each other, and how fast.
+    """Check that all pairs of hosts reach each other, and measure their links.
 
     Args:
         hosts: the hosts.
@@ -107,7 +107,7 @@ def check_links(
 
 
 def _check_ports(hosts: Mapping[str, ProbedHost], limit: float) -> Generator[Finding, None, _Routes]:
-    """Whether hosts reach each other; returns by which routes they do, at the ports that systems pick."""
+    """Check that hosts reach each other; return the routes that work, at ports that the systems pick."""
     advice = "give Ray an address of its own interfaces (`ray start --node-ip-address`)"
     reached = yield from _check_reachable(hosts, "that the system picked", (0,), limit, advice, _FIREWALL)
     try:
@@ -131,7 +131,7 @@ def _check_reachable(
     todo_on_host: str,
     todo_between: str,
 ) -> Generator[Finding, None, _Routes]:
-    """Whether each host reaches a port of each other one: the first of those tried that is not taken there."""
+    """Check that each host reaches a port of each other host: the first candidate that is free there."""
     listening = {name: host.probe.listen.remote(host.address, candidates) for name, host in hosts.items()}
     open_ports, not_listening = collect_replies("who can listen", listening, limit)
     for name, reason in not_listening.items():
@@ -163,7 +163,7 @@ def _measure_links(
     size: int,
     limit: float,
 ) -> Iterator[Finding]:
-    """Each two hosts meet over a backend, both ways."""
+    """Connect all pairs of hosts over a backend, and measure both directions."""
     actors = dict[str, Any]()
     pairs = [pair for pair in combinations(hosts, 2) if all(reached.get(route, True) for route in (pair, pair[::-1]))]
     for a, b in combinations(hosts, 2):

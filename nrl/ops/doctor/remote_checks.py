@@ -1,4 +1,4 @@
-"""What the doctor asks of hosts of a Ray cluster, all of them at once, and what it makes of those that say nothing."""
+"""Requests of the doctor to all hosts of a Ray cluster at once, and findings on hosts that do not answer."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -33,7 +33,7 @@ class ProbedHost(NamedTuple):
 
 
 def collect_replies[K](subject: str, calls: Mapping[K, Any], limit: float) -> tuple[dict[K, Any], dict[K, str]]:
-    """What came of calls, by their names, and why nothing came of the others."""
+    """Collect the replies of calls by name, and the errors of the others."""
     replies, silent = dict[K, Any](), dict[K, str]()
     if calls:
         wait_until(
@@ -53,24 +53,24 @@ def collect_replies[K](subject: str, calls: Mapping[K, Any], limit: float) -> tu
 
 
 def describe_error(error: Exception) -> str:
-    """The first line of what is wrong: of the call, if Ray only says that it failed; and what NCCL said, if it did."""
+    """Return the first line of an error, or of the error behind it, and NCCL's last error, if there is one."""
     inner = getattr(error, "cause", None) or error
     text, _, detail = error_text(inner).partition("\nLast error:\n")
     return ": ".join(part.splitlines()[0] for part in (text, detail) if part)
 
 
 def _is_late(reason: str) -> bool:
-    """Whether nothing came, so that somebody may only be slow."""
+    """Return whether no reply came, so that the host may only be slow."""
     return reason.startswith(_LATE)
 
 
 def advise_longer_deadline(reason: str, limit: float) -> str:
-    """What else to do about who is late: a clause, or nothing."""
+    """Return a clause about a longer deadline, if the host is late."""
     return f"; a busy host needs a longer deadline= ({limit:g} s now)" if _is_late(reason) else ""
 
 
 def make_unanswered(check: str, message: str, reason: str, limit: float) -> Finding:
-    """What has not been answered: not known of who is late, else a failure."""
+    """Make a finding on a host without a reply: a warning if it is late, else a failure."""
     if _is_late(reason):
         return make_warning(
             check, message, f"deadline= waits longer ({limit:g} s now): that host, or this one, is busy"

@@ -1,4 +1,4 @@
-"""Runs checks at once, each within its time: one that hangs, or that is wrong itself, is a line as well."""
+"""Run checks at once, each with a time limit: a check that hangs, or fails itself, becomes a finding."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ SILENCE = 3.0
 
 
 def run_checks(checks: Sequence[Check], limit: float, look: Callable[[], Facts] = collect_facts) -> Iterator[Finding]:
-    """What checks find on this host, in their order, each as soon as it is there.
+    """Run checks on this host, and yield their findings in order, each as soon as it is ready.
 
     Args:
         checks: they run at once, in threads.
@@ -42,7 +42,7 @@ def _list_findings(check: Check, machine: Facts) -> list[Finding]:
 
 
 def _await_check(name: str, work: Future[Any], until: float, limit: float) -> Finding | None:
-    """Wait for a check; a finding of its own if it does not end, or raises."""
+    """Wait for a check; return a finding if it does not end, or raises."""
     ready, began = partial(_is_done, work), time.monotonic()
 
     def describe(waited: float) -> str:

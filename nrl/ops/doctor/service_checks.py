@@ -1,4 +1,4 @@
-"""Checks of what is around nrl on this host: what Ray has left, the hub of models, what sandboxes need."""
+"""Checks of services that nrl uses on this host: Ray, the hub of models, the sandbox."""
 
 import os
 import socket
@@ -19,7 +19,7 @@ _CONNECT_SECONDS = 2.0  # seconds for an answer of what is on this machine, or n
 
 
 def ray(facts: Facts) -> Iterator[Finding]:
-    """Whether a cluster runs here that ``cluster=auto`` would join, or only seems to."""
+    """Check whether the cluster that ``cluster=auto`` would join here still runs."""
     address_set = os.environ.get("RAY_ADDRESS")
     if address_set:
         yield make_note(
@@ -47,12 +47,12 @@ def ray(facts: Facts) -> Iterator[Finding]:
 
 
 def hub(facts: Facts) -> Iterator[Finding]:
-    """Whether models and data can be had from the hub; a token is looked for, and never shown."""
+    """Check that the hub of models answers; a token is looked for, and never shown."""
     yield judge_hub(look_at_hub())
 
 
 def judge_hub(hub_facts: Mapping[str, Any]) -> Finding:
-    """Whether models and data can be had from the hub on a host, by `look_at_hub` of it."""
+    """Judge whether a host can download models and data from the hub, by `look_at_hub`."""
     values = {name: hub_facts[name] for name in ("home", "token", "endpoint", "offline")}
     message = f"HF_HOME is {hub_facts['home']}; {'a token is there' if hub_facts['token'] else 'no token'}"
     if hub_facts["offline"]:
@@ -71,7 +71,7 @@ def judge_hub(hub_facts: Mapping[str, Any]) -> Finding:
 
 
 def sandbox(facts: Facts) -> Iterator[Finding]:
-    """Whether programs that models write can be run in a sandbox."""
+    """Check that programs of models can be run in a sandbox."""
     try:
         run = bubblewrap()(["python", "-c", "print(6 * 7)"], b"", {}, Limits(seconds=20.0, cpu_seconds=20.0))
     except EnvError as error:
@@ -91,7 +91,7 @@ def sandbox(facts: Facts) -> Iterator[Finding]:
 
 
 def judge_sandbox(sandbox_facts: Mapping[str, Any]) -> Finding:
-    """Whether the smallest sandbox runs on a host, by `nrl.ops.doctor.host_probe.look_at_host` of it."""
+    """Judge whether a minimal sandbox runs on a host, by `nrl.ops.doctor.host_probe.look_at_host`."""
     if not sandbox_facts["why"]:
         return make_ok("sandbox", "bubblewrap works", works=True)
     advice = "only environments that run programs of models need it: `apt-get install bubblewrap` where it is missing, "
@@ -102,7 +102,7 @@ def judge_sandbox(sandbox_facts: Mapping[str, Any]) -> Finding:
 
 
 def check_writable(folder: Path, mark: str) -> Finding | None:
-    """Why a folder that all hosts should see is not on this one; None: the file ``mark`` has been written into it."""
+    """Write the file ``mark`` into a folder that all hosts should see; return a finding if this fails."""
     if not folder.is_dir():
         state = "is no folder" if folder.exists() else "does not exist"
         advice = (
@@ -118,7 +118,7 @@ def check_writable(folder: Path, mark: str) -> Finding | None:
 
 
 def shared(folder: Path) -> Iterator[Finding]:
-    """Whether a folder that is meant for all hosts is on this one, and can be written."""
+    """Check that a folder that all hosts should see exists on this one, and can be written."""
     mark = f".doctor-{uuid.uuid4().hex}"
     if failure := check_writable(folder, mark):
         yield failure
@@ -130,7 +130,7 @@ def shared(folder: Path) -> Iterator[Finding]:
 
 
 def _advise_user_namespaces() -> str:
-    """What keeps a user from having namespaces, as far as the kernel says."""
+    """Advise how to enable user namespaces, by the kernel's settings."""
     for name, bad in (
         ("kernel/unprivileged_userns_clone", "0"),
         ("kernel/apparmor_restrict_unprivileged_userns", "1"),
@@ -146,4 +146,4 @@ def _advise_user_namespaces() -> str:
 
 
 SERVICES: tuple[Check, ...] = (ray, hub, sandbox)
-"""The checks of what is around nrl, in the order in which they are shown."""
+"""The checks of services, in the order of display."""

@@ -155,7 +155,7 @@ def _recomputed_flops(model: Shape, checkpointing: bool | Literal["selective"]) 
     """Return the products of one token that the backward pass recomputes, over all layers."""
     d, q = model.hidden, model.queries
     plain = model.layers - model.sparse
-    if checkpointing is True:  # but for the last product of a dense layer, of which the backward pass needs nothing
+    if checkpointing is True:  # All but the last product of a dense layer, which the backward pass does not need.
         return 2.0 * (model.active_weights - plain * d * model.intermediate)
     if not checkpointing:
         return 0.0
@@ -183,7 +183,7 @@ def estimate_step(step: Step) -> dict[str, Any]:
     model, rows, dp = read_shape(step.model), row_stats(step), step.dp
     share = model.parameters / dp
     state = state_bytes(model, step.optimizer) / dp if step.moments is None else step.moments * share
-    on_device = 0.0 if step.offload else 1.0  # of parameters, gradients and moments
+    on_device = 0.0 if step.offload else 1.0  # share of parameters, gradients and moments
     held, moments = 4.0 * share * on_device, state * on_device
     peak = max(_peak_candidates(model, rows, step, held + moments), key=lambda each: each.bytes)
     flops = {
@@ -198,7 +198,9 @@ def estimate_step(step: Step) -> dict[str, Any]:
     # Layers are gathered twice, the rest once, in bfloat16; gradients are reduced in float32
     gathered_bytes = times * (4.0 * model.in_layers + 2.0 * model.outside)
     collectives = {"_allgather_base_": gathered_bytes, "_reduce_scatter_base_": times * 4.0 * model.parameters}
-    if exchanged := muon_update_bytes(model, step.optimizer):  # there and back
+    if exchanged := muon_update_bytes(
+        model, step.optimizer
+    ):  # Newton-Schulz needs the full matrix: it is gathered, then scattered.
         collectives["alltoall_base_"] = 2.0 * exchanged / dp
     return {
         "parameters": held,
@@ -257,7 +259,7 @@ def logits_bytes(model: Shape, outputs: Sequence[float], memory: float, tp: int 
         memory: of the device, of which a chunk takes a part.
         tp: processes that share the vocabulary.
     """
-    logits = 4.0 * model.words / tp  # of one token
+    logits = 4.0 * model.words / tp  # bytes of one token
     limit = max(1, of_device(memory) // logits)
     return 2.5 * logits * max(math.ceil(count / max(1, math.ceil(count / limit))) for count in outputs)
 
@@ -294,11 +296,11 @@ def _peak_candidates(model: Shape, rows: RowStats, step: Step, static: float) ->
     saved_all += saved_bytes(model, step.checkpointing, sparse=True) * model.sparse
     share = 0.0 if step.offload else 1.0 / dp  # the part of the gradient that stays
     all_gradients = 4.0 * model.parameters * share
-    before = all_gradients if rows.microbatches > 1 else 0.0  # of the micro-batches before
+    before = all_gradients if rows.microbatches > 1 else 0.0  # gradients of earlier micro-batches
     base = static + outside
     copies = (
         2.0 * model.in_layers if not sharded and not checkpointed else 0.0
-    )  # of weights, which the backward pass needs
+    )  # copies of weights for the backward pass
     # The last norm's input in float32, and normalised; the states that predict, and their gradient
     logits = 4.0 * weight + logits_bytes(model, rows.outputs_each, step.memory)
     of_head = 6.0 * d * n + 4.0 * d * rows.outputs + logits
@@ -307,9 +309,9 @@ def _peak_candidates(model: Shape, rows: RowStats, step: Step, static: float) ->
     working += 8.0 * layer + 2.0 * d * f * (not sparse) if sharded else 4.0 * layer
     if checkpointed:
         working += (saved_bytes(model, False, sparse=sparse) - saved) * n
-    if step.checkpointing == "selective":  # what is kept is not made again
+    if step.checkpointing == "selective":  # Saved activations are not recomputed.
         working -= (2.0 * model.queries + 2 * model.keys) * n
-    last_gradients = 4.0 * model.in_layers * share if rows.microbatches == 1 else 0.0  # of the gradient, at the end
+    last_gradients = 4.0 * model.in_layers * share if rows.microbatches == 1 else 0.0  # gradients at the end
     layered = base + 2.0 * weight + working
 
     def place(name: str, size: float, gradients: float, head: float = 0.0) -> _PeakCandidate:

@@ -109,7 +109,7 @@ def estimate_megatron(step: Step, layout: Layout) -> dict[str, Any]:
 
 
 def estimate_stages(step: Step, layout: Layout, stages: Iterable[int] | None = None) -> list[dict[str, Any]]:
-    """As `closed_megatron`, of a process of each stage; or of some stages, in their order."""
+    """Estimate a process of each stage, as `estimate_megatron` does; or of the given stages, in order."""
     if step.dtype != "bfloat16":
         raise ConfigError(f"plan: closed forms of Megatron are of bfloat16; found dtype={step.dtype}")
     if step.offload or step.moments not in (None, 8) or not is_megatrons(step.optimizer):
@@ -209,7 +209,7 @@ def _estimate_stage(model: Shape, rows: RowStats, step: Step, layout: Layout, st
     sharing = copies * cp if copies > 1 and layout.dp > 1 else 1
     of_experts = max(1, sharing * tp // layout.ep) if sharing > 1 else 1
     parameters, gradients = 2.0 * (held + experts), 4.0 * (held + experts)
-    moments = 12.0 * (held / sharing + experts / of_experts)  # with the optimizer's own weights
+    moments = 12.0 * (held / sharing + experts / of_experts)  # The optimizer has its own weights.
     share = model.layers // pp
     sparse = model.sparse * share / model.layers
     n = rows.largest / cp
@@ -223,8 +223,8 @@ def _estimate_stage(model: Shape, rows: RowStats, step: Step, layout: Layout, st
     saved_in_stage += 2.0 * n * d * (tp > 1)  # into which inputs are gathered, which stays
     # The gradients of an MLP; a layer that is computed again
     working = 4.0 * n * d / tp + 4 * n * max(model.intermediate * (share > sparse) / tp, model.chosen * d / tp)
-    working += n * (saved[sparse > 0] + 2 * d / tp) * (step.checkpointing is True)  # and what it gives
-    working += n / tp * (4 * model.heads + 4 * model.keys * cp * (cp > 1)) * selective  # of one layer's attention
+    working += n * (saved[sparse > 0] + 2 * d / tp) * (step.checkpointing is True)  # The output of the layer is added.
+    working += n / tp * (4 * model.heads + 4 * model.keys * cp * (cp > 1)) * selective  # attention of a layer
     logits = of_head = 0.0
     if stage == pp - 1:  # the last norm's input and output, gathered, and the states that predict
         of_head = n * d * (4.0 / tp + 2 + 2 * (tp > 1))

@@ -16,7 +16,7 @@ __all__ = ["Donated", "Out", "Processes", "Results", "RowSlice", "Value"]
 
 
 class Out(Enum):
-    """Where a result of a function that runs in each process goes."""
+    """The destination of a result of a function that runs in each process."""
 
     on_rank = "on_rank"  # The value stays in its process; the driver holds a `Value` for each process.
     per_shard = "per_shard"  # One value per shard, in order, from the shard's leader; see `Layout.shard_leader`.

@@ -38,7 +38,7 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
         root: where ``proc`` and ``sys`` are.
     """
     texts = [_read_text(folder / "cpu.max") for folder in _iter_cgroups(root)]
-    old = root / "sys/fs/cgroup/cpu"  # of version 1
+    old = root / "sys/fs/cgroup/cpu"  # version 1 of cgroups
     texts.append(f"{_read_text(old / 'cpu.cfs_quota_us')} {_read_text(old / 'cpu.cfs_period_us')}")
     quotas = list[float]()
     for text in texts:
@@ -56,7 +56,7 @@ def memory_limit(root: Path = Path("/")) -> tuple[int | None, int | None]:
         root: where ``proc`` and ``sys`` are.
     """
     sources = [(folder, "memory.max", "memory.current", "inactive_file") for folder in _iter_cgroups(root)]
-    old = root / "sys/fs/cgroup/memory"  # of version 1
+    old = root / "sys/fs/cgroup/memory"  # version 1 of cgroups
     sources.append((old, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))
     limits, remaining = list[int](), list[int]()
     for folder, limit_file, used, cached in sources:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 __all__ = ["main"]
 
-_PDEATHSIG, _SUBREAPER = 1, 36  # of prctl(2)
+_PDEATHSIG, _SUBREAPER = 1, 36  # options of prctl(2)
 
 
 def main() -> int:

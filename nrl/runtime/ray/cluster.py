@@ -63,7 +63,7 @@ class RayCluster(Cluster):
         self._slots: list[_Slot] = []
         self._addresses: dict[str, str] = {}  # addresses of nodes by Ray id, lost nodes included
         self._meshes: list[RayProcesses] = []
-        self._hosts: dict[str, HostClock] = {}  # by their Ray id
+        self._hosts: dict[str, HostClock] = {}  # clocks by Ray id of the node
         self._sound: set[tuple[str, str]] = set()  # pairs of a node and an interpreter that can run a process there
         self._joined = not ray.is_initialized()
         self._started_here = False
@@ -181,7 +181,7 @@ class RayCluster(Cluster):
         actors = [start_actor(mesh.name, 1, rank) for rank in range(mesh.size)]
         helper = functools.partial(
             start_actor, f"{mesh.name}.helper", SIDE_BY_SIDE + 1
-        )  # one more, to be told of its end
+        )  # One more thread reports the end of the process.
         locations = [ActorLocation(node, self._addresses[node], self._hosts[node].clock_skew) for node in nodes]
         processes = RayProcesses(
             mesh, actors, locations, self.deadline, helper, self._meshes if mesh.slots.gpus else ()

@@ -11,8 +11,8 @@ __all__ = ["Connection", "connection", "get_reply", "kill", "list_nodes", "ray_e
 class Connection(NamedTuple):
     """The cluster that this process has joined."""
 
-    version: str  # of Ray
-    address: str  # of the head, "host:port"
+    version: str  # Ray's version
+    address: str  # address of the head, "host:port"
     node: str  # the id of this host
 
 

@@ -205,7 +205,7 @@ def _iter_pieces(value: Any) -> Iterator[Any]:
         case torch.Tensor():
             yield f"{value.dtype} {tuple(value.shape)}".encode()
             numbers = value.detach().cpu()
-            numbers = numbers + 0 if numbers.is_floating_point() else numbers  # there are two zeros
+            numbers = numbers + 0 if numbers.is_floating_point() else numbers  # A negative zero becomes a positive one.
             yield flat_bytes(numbers).numpy()
         case Mapping() | TensorDict():
             yield f"{type(value).__name__} {len(value.keys())}".encode()

@@ -43,7 +43,7 @@ class _Profiling:
     traced: dict[str, int] = attrs.field(factory=dict)  # calls
 
 
-_open: list[_Profiling] = []  # one for each run that is entered; the last one counts
+_open: list[_Profiling] = []  # Entered runs; the last one counts.
 
 
 def parse_steps(text: str) -> dict[str, list[range]]:

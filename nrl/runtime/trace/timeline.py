@@ -44,7 +44,7 @@ _LIMIT = 64_000_000  # bytes of a file that a browser opens at once
 _TAIL = 65_536  # bytes, more than any event has
 _ROWS = 64  # The most rows of a rank; it has more than one if its calls overlap.
 
-_open: list["_Recorder"] = []  # one for each run that is entered; the last one records
+_open: list["_Recorder"] = []  # Recorders of entered runs; the last one records.
 _step: int | None = None
 _spent: dict[str, float] = defaultdict(float)
 _shown: ContextVar[bool] = ContextVar("shown", default=True)
@@ -280,7 +280,7 @@ class _Recorder:
         self._file: int | None = None
         self._size = 0
         self._over = False
-        self._numbers = {DRIVER: _DRIVER_NUMBER}  # by mesh, those in the file included
+        self._numbers = {DRIVER: _DRIVER_NUMBER}  # Numbers by mesh, with meshes already in the file.
         self._described: set[str] = set()
         self._rows: dict[tuple[str, int], list[_Row]] = {}
 

@@ -1,6 +1,6 @@
-"""From a recipe to a virtual environment, on the node where it is used.
+"""Build a virtual environment from a recipe, on the node where it is used.
 
-An environment is built in a scratch folder and renamed when complete, so a folder with an environment's name is whole.
+An environment is built in a scratch folder and renamed when complete, so a folder with its name is complete.
 One builder at a time holds the lock of that name; the lock ends with the builder's process. Sources are unpacked and
 renamed likewise. Their names are hashes of their content, so two processes may do that at once.
 """
@@ -89,7 +89,7 @@ def ensure_env(
             with _lock_name(venvs, recipe.name, until, deadline, say):
                 if not is_usable(env, recipe.force):
                     _check_unused(recipe, env)
-                    for leftover in venvs.glob(f".{recipe.name}.*.building"):  # by builders that were killed
+                    for leftover in venvs.glob(f".{recipe.name}.*.building"):  # Killed builders leave such folders.
                         shutil.rmtree(leftover, ignore_errors=True)
                     _build(recipe, venvs, until, say)
         for lacking, wheel in recipe.sources.items():
@@ -214,7 +214,7 @@ def _describe_difference(recipe: Recipe, other: Path) -> str:
 
 
 def _find_nearest(recipe: Recipe, folder: Path) -> tuple[Path | None, set[str], list[str]]:
-    """The environment that shares most packages with the recipe, at least half; these packages; those to uninstall."""
+    """Find the environment with most of the recipe's packages, at least half; return packages to keep and drop."""
     packages = recipe.inventory["packages"]
     able = {
         env: inventory
@@ -230,7 +230,7 @@ def _find_nearest(recipe: Recipe, folder: Path) -> tuple[Path | None, set[str], 
 
 
 def _clone(old: Path, new: Path) -> bool:
-    """Copy an environment by hard links; the few files that uv writes in place are real copies. Whether that worked."""
+    """Copy an environment by hard links, and copy files that uv writes in place; return whether it worked."""
 
     def link(source: str, target: str) -> None:
         if Path(source).parent == old / "bin" or Path(source).name in ("pyvenv.cfg", ".lock"):
@@ -282,6 +282,6 @@ def _lock_name(folder: Path, name: str, until: float, deadline: float, say: Call
 
 
 def _find_interpreter(version: str) -> str:
-    """This process's interpreter if it has that version; else the version, for uv to find one."""
+    """Return this process's interpreter if it has the version; else the version, for uv to find one."""
     interpreter = Path(getattr(sys, "_base_executable", sys.executable)).resolve()
     return str(interpreter) if platform.python_version() == version and interpreter.exists() else version

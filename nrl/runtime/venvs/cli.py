@@ -46,7 +46,7 @@ def build(names: Iterable[str], say: Callable[[str], None] = print) -> list[Path
 
 
 def find_path(name: str, *, imports: bool = False) -> str:
-    """The interpreter of an executable's environment.
+    """Return the interpreter of an executable's environment.
 
     Args:
         name: of the executable.
@@ -65,7 +65,7 @@ def find_path(name: str, *, imports: bool = False) -> str:
 
 
 def list_envs(names: Iterable[str] = (), *, folder: Path | None = None) -> str:
-    """A table of all environments: sizes, when they were built and last used, and whether they are current.
+    """Return a table of all environments: size, age, last use, and whether they are current.
 
     Args:
         names: of executables or environments, to list their packages instead.
@@ -153,7 +153,7 @@ def _describe_no_envs(folder: Path) -> str:
 
 
 def _describe_missing_sources(recipe_wanted: Recipe, folder: Path, root: Path) -> str:
-    """How the sources beside an environment differ from those of this process, in words; empty: they are there."""
+    """Describe how the sources beside an environment differ from this process's; empty: they are complete."""
     lacking = [name for name in recipe_wanted.sources if read_inventory(folder / ".sources" / name) is None]
     if not lacking:
         return ""
@@ -239,7 +239,7 @@ def _list_packages(env: Path, inventory: Mapping[str, Any]) -> str:
 
 
 def _current_envs(names: Iterable[str], folder: Path) -> dict[str, Path]:
-    """The environment that each executable would have now, where its lock can be read."""
+    """Return the environment that each executable would have now, if its lock can be read."""
     envs = {}
     for name in names:
         with contextlib.suppress(NrlError):
@@ -259,7 +259,7 @@ def _describe_state(env: Path, inventory: Mapping[str, Any], current: dict[str, 
 
 
 def _describe_wrong_packages(env: Path) -> str:
-    """How the packages of an environment differ from its inventory, in words; empty where they do not."""
+    """Describe how the packages of an environment differ from its inventory; empty: they do not."""
     wrong = list(list_wrong_packages(env, json.loads((env / INVENTORY).read_text())))
     again = "; build it again with NRL_FORCE_REBUILD_VENVS=1 or remove it"
     return ", ".join(wrong[:6]) + again if wrong else ""
@@ -270,7 +270,7 @@ def _list_leftovers(folder: Path) -> list[Path]:
 
 
 def _measure_sizes(env: Path) -> tuple[int, int]:
-    """Bytes of an environment, and how many of them it does not share with uv's cache by hard links."""
+    """Return the bytes of an environment, and the bytes that it does not share with uv's cache by hard links."""
     size = unshared = 0
     for file in env.rglob("*"):
         status = file.lstat()

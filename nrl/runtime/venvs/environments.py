@@ -76,18 +76,18 @@ class Recipe:
 
 
 def current_platform() -> str:
-    """The platform of this node, such as ``linux-x86_64``."""
+    """Return the platform of this node, such as ``linux-x86_64``."""
     return f"{sys.platform}-{platform.machine()}"
 
 
 def default_folder() -> Path:
-    """Where this node keeps environments: ``NRL_VENV_DIR``, else a folder in the user's cache."""
+    """Return the folder of this node's environments: ``NRL_VENV_DIR``, else a folder in the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(os.environ.get("NRL_VENV_DIR") or f"{cache}/nrl/venvs").expanduser().absolute()
 
 
 def list_sources(recipe: Recipe, python: Path) -> list[str]:
-    """The folders with the sources of a recipe, which go onto the path of its processes.
+    """Return the folders with the sources of a recipe, which go onto the path of its processes.
 
     >>> list_sources(Recipe("base-01", "base", sources={"nrl-torch-0.1.0-23": b""}), Path("/venvs/base-01/bin/python"))
     ['/venvs/.sources/nrl-torch-0.1.0-23']
@@ -96,7 +96,7 @@ def list_sources(recipe: Recipe, python: Path) -> list[str]:
 
 
 def parse_package(wheel: str) -> str:
-    """The normalised name of the package in a wheel's file name.
+    """Return the normalised name of the package in a wheel's file name.
 
     >>> parse_package("Tiny_Lib-1.0-py3-none-any.whl")
     'tiny-lib'
@@ -111,7 +111,7 @@ def mark_used(path: Path) -> None:
 
 
 def is_usable(env: Path, force: str = "") -> bool:
-    """Whether an environment is complete, has its interpreter, and was built for this ``force``, if one is given."""
+    """Return whether an environment is complete, has its interpreter, and was built for a given ``force``."""
     inventory = read_inventory(env)
     return (
         inventory is not None and (env / "bin" / "python").exists() and (not force or inventory.get("force") == force)
@@ -119,14 +119,14 @@ def is_usable(env: Path, force: str = "") -> bool:
 
 
 def lock_env(env: Path) -> None:
-    """Let nobody replace or remove an environment until this process has ended; do nothing where there is none."""
+    """Lock an environment against replacement and removal until this process ends; do nothing if it is missing."""
     with contextlib.suppress(OSError):  # also where the file system has no locks
         _locks.append(os.open(env / INVENTORY, os.O_RDONLY | os.O_CLOEXEC))
         fcntl.flock(_locks[-1], fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 def is_in_use(env: Path) -> bool:
-    """Whether a process holds an environment: on this node, or on another one whose file system shares its locks."""
+    """Return whether a process locks an environment, on this node or on one that shares the file system's locks."""
     try:
         file = os.open(env / INVENTORY, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -143,7 +143,7 @@ def is_in_use(env: Path) -> bool:
 
 
 def read_inventory(folder: Path) -> dict[str, Any] | None:
-    """The inventory of an environment, or of a source's folder; None: it is not complete, or was renamed."""
+    """Read the inventory of an environment, or of a source's folder; None: it is not complete, or was renamed."""
     try:
         inventory = json.loads((folder / INVENTORY).read_text())
     except (OSError, ValueError):
@@ -152,7 +152,7 @@ def read_inventory(folder: Path) -> dict[str, Any] | None:
 
 
 def list_inventories(folder: Path) -> dict[Path, dict[str, Any]]:
-    """The usable environments of a folder with their inventories; none where there is no such folder."""
+    """Return the usable environments of a folder with their inventories; empty if there is no such folder."""
     if not folder.is_dir():
         return {}
     envs = [env for env in sorted(folder.iterdir()) if not env.name.startswith(".") and is_usable(env)]
@@ -160,7 +160,7 @@ def list_inventories(folder: Path) -> dict[Path, dict[str, Any]]:
 
 
 def measure_similarity(inventory: Mapping[str, Any], target: Mapping[str, Any]) -> tuple[int, int, str]:
-    """How near an inventory is to another one: equal packages, then packages of one name, then when it was built.
+    """Measure the similarity of two inventories: equal packages, then packages of one name, then time of build.
 
     Without the second, which of two environments is near would be a matter of their names, where both have all packages
     but one, and one of them has that in another version.
@@ -177,7 +177,7 @@ def measure_similarity(inventory: Mapping[str, Any], target: Mapping[str, Any]) 
 
 
 def describe_difference(old: Mapping[str, Any], new: Mapping[str, Any], limit: int = 6) -> str:
-    """The differences between two inventories in words, the first ``limit`` of them; empty if there are none.
+    """Describe the first ``limit`` differences between two inventories; empty if there are none.
 
     >>> a = {"python": "3.12.1", "packages": {"numpy": {"version": "2.3.4", "source": "index", "digest": "a"}}}
     >>> b = {"python": "3.12.1", "packages": {"numpy": {"version": "2.3.5", "source": "index", "digest": "b"}}}

@@ -1,4 +1,4 @@
-"""Whether an environment still is what it was built as."""
+"""Comparison of an environment with its inventory."""
 
 import csv
 import os
@@ -11,15 +11,17 @@ __all__ = ["list_wrong_packages"]
 
 
 def list_wrong_packages(env: Path, inventory: Mapping[str, Any]) -> Iterator[str]:
-    """In what the packages of an environment differ from its inventory: versions, and files that are gone.
+    """Yield differences between the packages of an environment and its inventory: versions, and missing files.
 
     Args:
-        env: its folder.
-        inventory: of it.
+        env: the environment's folder.
+        inventory: the environment's inventory.
     """
     packages, installed = inventory["packages"], dict[str, str]()
     site = next(env.glob("lib/python*/site-packages"), env)
-    files = {f"{folder}/{file}" for folder, _, names in os.walk(site) for file in names}  # one by one takes seconds
+    files = {
+        f"{folder}/{file}" for folder, _, names in os.walk(site) for file in names
+    }  # Testing files one by one takes seconds.
     lacking = list[str]()
     for info in sorted(site.glob("*.dist-info")):
         name, _, version = info.name.removesuffix(".dist-info").rpartition("-")
@@ -42,7 +44,7 @@ def list_wrong_packages(env: Path, inventory: Mapping[str, Any]) -> Iterator[str
 
 
 def _list_files(info: Path) -> list[str]:
-    """The files of a package, but for what Python makes; `importlib.metadata` would leave out those that are gone."""
+    """List the files of a package without bytecode; `importlib.metadata` would leave out missing files."""
     try:
         text = (info / "RECORD").read_text()
     except OSError:
@@ -51,7 +53,7 @@ def _list_files(info: Path) -> list[str]:
 
 
 def _read_version(info: Path) -> str | None:
-    """The version as a package says it: names of folders have it in another form, now and then."""
+    """Read the version from a package's metadata: folder names may have it in another form."""
     try:
         match = re.search(r"^Version: *(\S+)", (info / "METADATA").read_text(errors="replace"), re.MULTILINE)
     except OSError:

@@ -1,4 +1,4 @@
-"""Runs uv and reports its progress; uv ends with the process that runs it."""
+"""Run uv and report its progress; uv ends with the process that runs it."""
 
 import contextlib
 import os
@@ -88,7 +88,7 @@ def run_uv(
 
 
 def find_uv() -> list[str]:
-    """The words of a command that runs uv.
+    """Find a command that runs uv.
 
     Raises:
         ExecutableError: there is none. (RuntimeError on a node without nrl.)
@@ -118,7 +118,7 @@ def _last_lines(file: Any, count: int = 15) -> str:
 
 
 def make_error(message: str, late: bool = False) -> Exception:
-    """An `ExecutableError`, or `DeadlineExceeded` if ``late``; where there is no nrl, the nearest built-in error."""
+    """Make an `ExecutableError`, or `DeadlineExceeded` if ``late``; without nrl, the nearest built-in error."""
     try:
         from nrl.errors import DeadlineExceeded, ExecutableError
     except ImportError:

@@ -1,4 +1,4 @@
-"""Whether an interpreter can run a process of a mesh."""
+"""Check of an interpreter for processes of a mesh."""
 
 import subprocess
 
@@ -17,7 +17,7 @@ print(*sys.version_info[:2], *map(importlib.metadata.version, ("ray", "torch")))
 def check_interpreter(
     python: str, version: tuple[int, int], ray: str, torch: str | None = None, deadline: float = 60.0
 ) -> str:
-    """Why an interpreter cannot run a process of a mesh; empty if no reason was found.
+    """Return why an interpreter cannot run a process of a mesh; empty if no reason was found.
 
     Where an interpreter ends at once, Ray starts it again and again, and says nothing. Importing torch here would
     double the time in which a mesh starts, so this only looks whether ray and torch can be found. A process that starts

@@ -31,7 +31,7 @@ from nrl.runtime.venvs.registry import Executable
 __all__ = ["Project", "find_project", "is_rebuild_forced", "select_pins", "uv_settings"]
 
 _NRL = Path(__file__).resolve().parents[2]
-_RESOLVED: set[Path] = set()  # by this process, which with NRL_FORCE_REBUILD_VENVS resolves each once
+_RESOLVED: set[Path] = set()  # This process has resolved these; with NRL_FORCE_REBUILD_VENVS it resolves each once.
 
 
 class Project(NamedTuple):
@@ -42,7 +42,7 @@ class Project(NamedTuple):
 
 
 class _Resolution(NamedTuple):
-    """What `locked` was called with, for functions that resolve more than the lock has."""
+    """The arguments of `select_pins`, for functions that resolve requirements beyond the lock."""
 
     executable: Executable
     project: Project
@@ -75,7 +75,7 @@ def find_project() -> Project:
 def select_pins(
     executable: Executable, lock_project: Project, cache: Path, say: Callable[[str], None] | None = None
 ) -> dict[str, Pin]:
-    """The packages of an executable by name, for this platform; without nrl if that comes from a wheel.
+    """Select the packages of an executable by name, for this platform; without nrl if it comes from a wheel.
 
     Args:
         executable: what to select.
@@ -122,7 +122,7 @@ def select_pins(
 def _with_foreign(
     resolution: _Resolution, extras: list[str], pins: dict[str, Pin], overrides: dict[str, str]
 ) -> tuple[dict[str, Pin], dict[str, str]]:
-    """The packages of a user's project, and those that nrl's lock adds for extras of nrl, if both agree."""
+    """Select the packages of a user's project, and nrl's locked packages for extras of nrl, if both agree."""
     own_pins, own_overrides = _select_own_pins(extras, (), marker_environment(resolution.executable))
     overrides = {**own_overrides, **overrides}
     lines = [f"{pin.name}=={pin.version}" for pin in own_pins.values() if pin.name not in pins and pin.path is None]
@@ -140,7 +140,7 @@ def _with_foreign(
 
 
 def uv_settings() -> dict[str, str]:
-    """This process's variables that tell uv where to get packages; pip's index where uv has none of its own."""
+    """Return this process's variables for uv's indexes; pip's index if uv has none of its own."""
     names = ("UV_DEFAULT_INDEX", "UV_EXTRA_INDEX_URL", "UV_FIND_LINKS", "UV_NATIVE_TLS", "UV_SYSTEM_CERTS")
     variables = {k: v for k, v in os.environ.items() if v and (k in names or k.startswith("UV_INDEX"))}
     config = Path(os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config"))  # noqa: PTH111 - ~ may be nowhere
@@ -158,7 +158,7 @@ def uv_settings() -> dict[str, str]:
 
 
 def is_rebuild_forced() -> bool:
-    """Whether ``NRL_FORCE_REBUILD_VENVS`` asks to resolve and build anew."""
+    """Return whether ``NRL_FORCE_REBUILD_VENVS`` asks to resolve and build anew."""
     return flag("NRL_FORCE_REBUILD_VENVS")
 
 
@@ -166,7 +166,7 @@ def is_rebuild_forced() -> bool:
 
 
 def _read_lock(folder: Path) -> dict[str, Any] | None:
-    """The lock of a project, from its folder or from the root of its workspace."""
+    """Read the lock of a project, from its folder or from the root of its workspace."""
     for parent in (folder, *folder.parents):
         if (parent / "uv.lock").is_file():
             with contextlib.suppress(tomllib.TOMLDecodeError):
@@ -204,7 +204,7 @@ def _export(root: Path, extras: Iterable[str], groups: Iterable[str]) -> str:
 def _select_own_pins(
     extras: Iterable[str], groups: Iterable[str], environment: Environment
 ) -> tuple[dict[str, Pin], dict[str, str]]:
-    """A selection of nrl's own lock, and the lock's overrides, from the checkout or from an installed wheel."""
+    """Select from nrl's own lock, with the lock's overrides, in the checkout or in an installed wheel."""
     root = _NRL.parent
     if (root / "pyproject.toml").is_file() and (root / "uv.lock").is_file() and _is_nrl(root):
         return parse_pins(_export(root, extras, groups), root, environment), _read_overrides(root)
@@ -231,7 +231,7 @@ def _select_own_pins(
 def _resolve(
     resolution: _Resolution, lines: list[str], pins: dict[str, Pin], overrides: Mapping[str, str]
 ) -> dict[str, Pin]:
-    """The packages of a selection and those that further requirements need, in versions that agree."""
+    """Resolve the packages of a selection and of further requirements, in versions that agree."""
     executable, lock_project, cache, say = resolution
     for line in lines:
         try:
@@ -276,7 +276,7 @@ def _resolve(
 
 
 def _read_resolution(path: Path) -> str | None:
-    """An earlier resolution, if it is there and whole: a machine that stops may leave an empty file."""
+    """Read an earlier resolution, if it is complete: a machine that stops may leave an empty file."""
     try:
         mark, _, text = path.read_text().partition("\n")
     except (OSError, ValueError):

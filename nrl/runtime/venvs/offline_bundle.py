@@ -39,7 +39,7 @@ print(json.dumps([line for hook in hooks for line in hook()]))
 
 
 def collect(names: Iterable[str | Executable], folder: Path, say: Callable[[str], None] = print) -> list[Path]:
-    """Download the packages of executables, and what builds those of them that are no wheels.
+    """Download the packages of executables, and the build requirements of packages that are no wheels.
 
     Args:
         names: the executables, or their names.
@@ -82,14 +82,14 @@ def collect(names: Iterable[str | Executable], folder: Path, say: Callable[[str]
         with tempfile.TemporaryDirectory() as scratch:
             build_lines, constraints = Path(scratch) / "build.txt", Path(scratch) / "constraints.txt"
             build_lines.write_text("".join(f"{line}\n" for line in sorted(builders)))
-            constraints.write_text("".join(of_lock))  # of two versions of uv, each would unpack all of it
+            constraints.write_text("".join(of_lock))  # Two versions of uv would both be unpacked.
             _download(build_lines, folder, [f"--constraint={constraints}"], [])
         say(f"what builds packages that are no wheels: {', '.join(sorted(builders))}")
     return lists
 
 
 def _build_system(path: Path) -> dict[str, Any]:
-    """The table `build-system` of a folder or a source archive; empty where it has none."""
+    """Read the table `build-system` of a folder or a source archive; empty if it is missing."""
     text = ""
     with contextlib.suppress(FileNotFoundError, KeyError):
         if path.is_dir():
@@ -106,12 +106,12 @@ def _build_system(path: Path) -> dict[str, Any]:
 
 
 def _build_requirements(path: Path) -> list[str]:
-    """What builds a folder or a source archive."""
+    """Return the requirements to build a folder or a source archive."""
     return [str(line) for line in _build_system(path).get("requires", _SETUPTOOLS)]
 
 
 def _extra_build_requirements(path: Path, say: Callable[[str], None]) -> list[str]:
-    """What the build backend of a folder asks for besides, which it says when it runs."""
+    """Return the further requirements of a folder's build backend, which it reports when it runs."""
     if not path.is_dir():
         return []
     table = _build_system(path)
@@ -147,7 +147,7 @@ def _download(lines: Path, folder: Path, options: Iterable[str], indexes: Iterab
 
 
 def _find_pip() -> list[str]:
-    """The words of a command that runs pip: this Python's, that of the one it is made from, or the one it brings."""
+    """Find a command that runs pip: this Python's, its base Python's, or the bundled one."""
     base = str(Path(getattr(sys, "_base_executable", sys.executable)).resolve())
     for python in (sys.executable, base):
         if subprocess.run([python, "-Ic", "import pip"], capture_output=True).returncode == 0:
@@ -162,7 +162,7 @@ def _find_pip() -> list[str]:
 
 
 def _index_options(of_uv: Mapping[str, str]) -> list[str]:
-    """The variables of uv for indexes as options of pip; where there are none, pip has its own configuration."""
+    """Return uv's variables for indexes as options of pip; without them, pip has its own configuration."""
     default = of_uv.get("UV_DEFAULT_INDEX") or of_uv.get("UV_INDEX_URL")
     extra = f"{of_uv.get('UV_INDEX', '')} {of_uv.get('UV_EXTRA_INDEX_URL', '')}".split()
     folders = of_uv.get("UV_FIND_LINKS", "").replace(",", " ").split()

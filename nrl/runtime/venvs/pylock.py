@@ -34,7 +34,7 @@ class Pin(NamedTuple):
 
 
 def choose_python(executable: Executable) -> str:
-    """The Python version of an executable: the driver's, if the executable admits it.
+    """Choose the Python version of an executable: the driver's, if the executable admits it.
 
     >>> choose_python(Executable("mine", python="2.7")), choose_python(Executable("mine")) == platform.python_version()
     ('2.7', True)
@@ -48,7 +48,7 @@ def choose_python(executable: Executable) -> str:
 
 
 def marker_environment(executable: Executable) -> Environment:
-    """The environment for markers: this platform, with the executable's Python."""
+    """Return the environment for markers: this platform, with the executable's Python."""
     environment = default_environment()
     if (python := choose_python(executable)) != platform.python_version():
         parts = (*python.split("."), "0", "0")[:3]
@@ -57,7 +57,7 @@ def marker_environment(executable: Executable) -> Environment:
 
 
 def parse_pins(text: str, base: Path, environment: Environment) -> dict[str, Pin]:
-    """The packages of a lock by name.
+    """Parse the packages of a lock, by name.
 
     Args:
         text: the pylock.toml.

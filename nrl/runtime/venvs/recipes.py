@@ -31,7 +31,7 @@ _THIS_PROCESS = uuid.uuid4().hex
 def make_recipe(
     name: str | Executable, *, folder: str | Path | None = None, say: Callable[[str], None] | None = None
 ) -> Recipe:
-    """All that a node needs to build the environment of an executable.
+    """Make the recipe from which a node builds the environment of an executable.
 
     Args:
         name: the executable, or its name.

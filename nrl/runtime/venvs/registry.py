@@ -29,7 +29,7 @@ def _text_values(value: Mapping[str, str]) -> dict[str, str]:
 
 
 def _names_alone(env: Mapping[str, str]) -> str:
-    """The names without the values, which may be secrets: errors and logs show an executable."""
+    """Show names without values, which may be secrets: errors and logs show an executable."""
     return f"{{{', '.join(f'{name!r}: ...' for name in env)}}}"
 
 
@@ -70,8 +70,8 @@ class Executable:
 
 
 EXECUTABLES: dict[str, Executable] = {
-    each.name: each
-    for each in (
+    item.name: item
+    for item in (
         Executable("system"),
         Executable("base", package="transformers"),
         Executable("vllm", extras=["vllm"], package="vllm"),

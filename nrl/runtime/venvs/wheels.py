@@ -1,4 +1,4 @@
-"""Building wheels that no index has: nrl itself, a user's project, and the folders that it depends on."""
+"""Build wheels that no index has: nrl itself, a user's project, and the folders that it depends on."""
 
 import base64
 import contextlib
@@ -34,7 +34,7 @@ class Wheel:
 
     @property
     def package(self) -> str:
-        """The package's normalised name."""
+        """Normalised name of the package."""
         return parse_package(self.name)
 
     @property
@@ -43,7 +43,7 @@ class Wheel:
         return self.name.split("-")[1]
 
     def works_anywhere(self) -> bool:
-        """Whether its files need no installation: Python alone, and nothing for other places of an environment."""
+        """Return whether the files need no installation: Python code alone, without scripts or data."""
         with zipfile.ZipFile(io.BytesIO(self.content)) as archive:
             elsewhere = [name for name in archive.namelist() if ".data/" in name or name.endswith(".pth")]
         return self.name.endswith("-none-any.whl") and not elsewhere
@@ -88,7 +88,7 @@ def build_wheel(path: Path, cache: Path, say: Callable[[str], None] | None = Non
 
 
 def _wheel_in(folder: Path) -> Wheel:
-    """The wheel in a folder; raises unless it is there and whole."""
+    """Read the wheel in a folder; raise unless it is complete."""
     file = next(folder.glob("*.whl"), folder / "wheel")
     content = file.read_bytes()
     with zipfile.ZipFile(io.BytesIO(content)):  # its directory is at the end
@@ -98,7 +98,7 @@ def _wheel_in(folder: Path) -> Wheel:
 
 
 def _tree_digest(path: Path) -> str:
-    """A digest of the files that a wheel could be built from: those that git does not ignore; without git, all."""
+    """Compute a digest of the files that a wheel is built from: files that git does not ignore; without git, all."""
     digest = hashlib.sha256()
     for file in sorted(_files(path)):
         inside = file.relative_to(path) if path.is_dir() else file.name
@@ -136,7 +136,7 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def content_digest(wheel: Wheel) -> str:
-    """A digest of the files that a wheel installs; dates and most metadata do not change it."""
+    """Compute a digest of the files that a wheel installs; dates and most metadata do not change it."""
     digest = hashlib.sha256()
     with zipfile.ZipFile(io.BytesIO(wheel.content)) as archive:
         for name in sorted(archive.namelist()):
