@@ -410,15 +410,16 @@ def test_what_is_closed_after_the_last_step_is_within_its_time(tmp_path: Path, m
 
 
 BLOCKS = {
-    "after": "try:\n    with heeded(1.0): term()\nfinally: time.sleep(3600)",
-    "another signal": "try:\n    with heeded(1.0): term()\nfinally:\n    term()\n    time.sleep(3600)",
-    "caught": "try:\n    with heeded(1.0): term()\nexcept SystemExit: pass\nwith heeded(300.0): time.sleep(3600)",
-    "at exit": "atexit.register(time.sleep, 3600)\nwith heeded(1.0): term()",
+    "after": "try:\n    with heed_signals(1.0): term()\nfinally: time.sleep(3600)",
+    "another signal": "try:\n    with heed_signals(1.0): term()\nfinally:\n    term()\n    time.sleep(3600)",
+    "caught": "try:\n    with heed_signals(1.0): term()\n"
+    "except SystemExit: pass\nwith heed_signals(300.0): time.sleep(3600)",
+    "at exit": "atexit.register(time.sleep, 3600)\nwith heed_signals(1.0): term()",
 }
 
 
 def test_whatever_has_been_left_the_process_ends_in_time() -> None:
-    begin = "import atexit, os, signal, time\nfrom nrl.runtime.preemption import heeded\n"
+    begin = "import atexit, os, signal, time\nfrom nrl.runtime.preemption import heed_signals\n"
     term = "def term() -> None: os.kill(os.getpid(), signal.SIGTERM)\n"
     for name, done in ends(begin, {name: begin + term + block for name, block in BLOCKS.items()}, 250).items():
         assert done.status == 143, name
@@ -427,16 +428,17 @@ def test_whatever_has_been_left_the_process_ends_in_time() -> None:
 
 _CLOSES = "time.sleep(1.5); print('saved')"  # after more than the time of a program that saves nothing
 SAVING = {
-    "saves": f"with heeded(600.0):\n    try: term()\n    finally: save(folder / '1', 0, {{'x': 1}}); {_CLOSES}",
-    "has saved": f"save(folder / '2', 0, {{'x': 1}})\nwith heeded(600.0):\n    try: term()\n    finally: {_CLOSES}",
-    "saves nothing": "with heeded(600.0):\n    try: term()\n    finally: time.sleep(3600)",
+    "saves": f"with heed_signals(600.0):\n    try: term()\n    finally: save(folder / '1', 0, {{'x': 1}}); {_CLOSES}",
+    "has saved": f"save(folder / '2', 0, {{'x': 1}})\n"
+    f"with heed_signals(600.0):\n    try: term()\n    finally: {_CLOSES}",
+    "saves nothing": "with heed_signals(600.0):\n    try: term()\n    finally: time.sleep(3600)",
 }
 
 
 def test_a_program_that_saves_without_steps_has_the_whole_time(tmp_path: Path) -> None:
     begin = (
         "import os, signal, time\nfrom pathlib import Path\nfrom nrl.run.checkpoint import save\n"
-        "from nrl.runtime import preemption\nfrom nrl.runtime.preemption import heeded\n"
+        "from nrl.runtime import preemption\nfrom nrl.runtime.preemption import heed_signals\n"
         f"preemption._CLOSING, folder = 1.0, Path({str(tmp_path)!r})\n"
         "def term() -> None: os.kill(os.getpid(), signal.SIGTERM)\n"
     )

@@ -141,7 +141,7 @@ class OpCounter(TorchDispatchMode):
             self._of_head.remove(key)
             self.head -= size
 
-    def birth_order(self, tensors: Iterable[Tensor]) -> dict[int, int]:
+    def bytes_by_birth(self, tensors: Iterable[Tensor]) -> dict[int, int]:
         """Return the bytes of the tensors' storages, by their order of birth."""
         storages = {id(x.untyped_storage()) for x in tensors}
         return {self._born[key]: self.live[key] for key in storages if key in self.live}

@@ -176,7 +176,7 @@ def _simulate_here(step: Step) -> dict[str, Any]:
         local = [getattr(x, "_local_tensor", x) for x in gradients_found]
         if not gradients:  # Muon has another optimizer within, which comes later
             needed["model"] = counting.model_flops()
-        gradients.update(counting.birth_order(x for x in local if x.device.type == "cuda"))
+        gradients.update(counting.bytes_by_birth(x for x in local if x.device.type == "cuda"))
 
     def stage(name: str, act: Callable[[], Any]) -> dict[str, Any]:
         counting.forget()

@@ -15,6 +15,7 @@ from nrl.log.slow_wait import wait_until
 from nrl.runtime import node as before_nrl
 from nrl.runtime.ray.actor import tail
 from nrl.runtime.trace import profiles
+from nrl.runtime.venvs import building, environments, inspection, installer, interpreters
 from nrl.runtime.venvs.building import ensure_env
 from nrl.runtime.venvs.environments import list_sources
 from nrl.runtime.venvs.interpreters import check_interpreter
@@ -22,6 +23,7 @@ from nrl.runtime.venvs.recipes import make_recipe
 from nrl.runtime.venvs.registry import Executable
 
 __all__ = [
+    "PORTABLE",
     "Interpreter",
     "call_on_node",
     "call_with_times",
@@ -31,6 +33,9 @@ __all__ = [
     "last_lines",
     "send_by_value",
 ]
+
+PORTABLE = (before_nrl, building, environments, inspection, installer, interpreters)
+"""Modules that travel by value, since a node's default Python need not have nrl."""
 
 
 class Interpreter(NamedTuple):
@@ -188,9 +193,9 @@ def last_lines(node: str, files: Any, limit: int = 20) -> str:
 
 
 def send_by_value[T: Callable[..., Any]](fn: T) -> T:
-    """Make Ray send a function or class by value from now on, with its module and `nrl.runtime.node`; return it."""
+    """Make Ray send a function or class by value from now on, with its module and `PORTABLE`; return it."""
     from ray import cloudpickle
 
-    for module in (before_nrl, sys.modules[fn.__module__]):
+    for module in (*PORTABLE, sys.modules[fn.__module__]):
         cloudpickle.register_pickle_by_value(module)
     return fn

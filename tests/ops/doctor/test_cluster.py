@@ -23,9 +23,9 @@ from nrl.errors import ExecutableError
 from nrl.ops.doctor import cluster, host_probe, network_checks
 from nrl.ops.doctor.findings import Finding
 from nrl.ops.doctor.remote_checks import ProbedHost, make_unanswered
-from nrl.runtime import node
 from nrl.runtime.node.probe import Probe
 from nrl.runtime.node.shared_fs_probe import answer_note
+from nrl.runtime.ray.nodes import PORTABLE
 from tests.ops.doctor.test_host import GPU
 
 
@@ -194,12 +194,12 @@ def test_what_is_late_is_not_known_and_what_is_broken_has_failed() -> None:
 
 
 def test_a_look_travels_to_a_python_that_has_no_nrl(tmp_path: Path) -> None:
-    for module in (node, host_probe):
+    for module in (*PORTABLE, host_probe):
         cloudpickle.register_pickle_by_value(module)
     try:
         (tmp_path / "shipped").write_bytes(cloudpickle.dumps(host_probe.look_at_host))
     finally:
-        for module in (node, host_probe):
+        for module in (*PORTABLE, host_probe):
             cloudpickle.unregister_pickle_by_value(module)
     (tmp_path / "site").mkdir()
     for package in (cloudpickle, filelock):

@@ -11,11 +11,11 @@ import filelock
 import pytest
 
 from nrl.ops.doctor.hardware import memory
-from nrl.runtime import node
 from nrl.runtime.node import cgroups
 from nrl.runtime.node.clock import read_clock_and_cores
 from nrl.runtime.node.machine import collect_facts
 from nrl.runtime.node.probe import Probe
+from nrl.runtime.ray.nodes import PORTABLE
 
 BASE = Path(getattr(sys, "_base_executable", sys.executable)).resolve()
 GIB = 1 << 30
@@ -66,11 +66,13 @@ def test_a_host_says_what_its_quota_allows(large: None, monkeypatch: pytest.Monk
 
 
 def test_it_travels_to_a_python_that_has_no_nrl(tmp_path: Path) -> None:
-    cloudpickle.register_pickle_by_value(node)
+    for module in PORTABLE:
+        cloudpickle.register_pickle_by_value(module)
     try:
         (tmp_path / "shipped").write_bytes(cloudpickle.dumps((read_clock_and_cores, Probe)))
     finally:
-        cloudpickle.unregister_pickle_by_value(node)
+        for module in PORTABLE:
+            cloudpickle.unregister_pickle_by_value(module)
     (tmp_path / "site").mkdir()
     for package in (cloudpickle, filelock):
         shutil.copytree(Path(str(package.__file__)).parent, tmp_path / "site" / package.__name__)
@@ -78,7 +80,7 @@ def test_it_travels_to_a_python_that_has_no_nrl(tmp_path: Path) -> None:
         f"import pickle, sys; sys.path.insert(0, {str(tmp_path / 'site')!r})\n"
         "import importlib.util; assert importlib.util.find_spec('nrl') is None\n"
         f"clock_and_cores, Probe = pickle.load(open({str(tmp_path / 'shipped')!r}, 'rb'))\n"
-        "print(clock_and_cores()[1], Probe().facts('2.60.0')['cores']['usable'])"
+        "print(clock_and_cores()[1], Probe().collect_facts('2.60.0')['cores']['usable'])"
     )
     done = subprocess.run([BASE, "-I", "-c", program], capture_output=True, text=True)
     assert done.stdout.split() == [str(cgroups.usable_cores())] * 2, done.stderr

@@ -20,7 +20,7 @@ from typing import Any
 import cloudpickle
 import filelock
 
-from nrl.runtime import node
+from nrl.runtime.ray.nodes import PORTABLE
 from nrl.runtime.venvs import environments
 from nrl.runtime.venvs.building import ensure_env
 from nrl.runtime.venvs.environments import DISTRIBUTION, Recipe, current_platform
@@ -232,11 +232,13 @@ def bare_builder(recipe: Recipe, folder: Path, scratch: Path, *, prelude: str = 
         site.mkdir(parents=True)
         for package in (cloudpickle, filelock):
             shutil.copytree(Path(str(package.__file__)).parent, site / package.__name__)
-    cloudpickle.register_pickle_by_value(node)
+    for module in PORTABLE:
+        cloudpickle.register_pickle_by_value(module)
     try:
         shipped = cloudpickle.dumps((ensure_env, recipe))
     finally:
-        cloudpickle.unregister_pickle_by_value(node)
+        for module in PORTABLE:
+            cloudpickle.unregister_pickle_by_value(module)
     (scratch / "shipped").write_bytes(shipped)
     program = (
         f"import sys; sys.path.insert(0, {str(site)!r})\n"
@@ -253,7 +255,9 @@ def bare_builder(recipe: Recipe, folder: Path, scratch: Path, *, prelude: str = 
 @contextlib.contextmanager
 def held(env: Path) -> Iterator[None]:
     """While entered, a process runs in an environment, as those of a mesh do."""
-    program = "import sys, time; sys.path.insert(0, sys.argv[1]); import environments as p; p.hold(p.Path(sys.argv[2]))"
+    program = (
+        "import sys, time; sys.path.insert(0, sys.argv[1]); import environments as p; p.lock_env(p.Path(sys.argv[2]))"
+    )
     command = [
         sys.executable,
         "-c",

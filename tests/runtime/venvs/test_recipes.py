@@ -265,11 +265,11 @@ def test_an_executable_that_a_script_outside_of_the_repository_registers(
     )
     (tmp_path / "script.py").write_text(
         "from nrl.runtime.venvs.registry import Executable, register\n"
-        "from nrl.runtime.venvs.building import provide\n"
-        "from nrl.runtime.venvs.recipes import recipe\n"
+        "from nrl.runtime.venvs.building import ensure_env\n"
+        "from nrl.runtime.venvs.recipes import make_recipe\n"
         f"register(Executable('loud', requirements=['shouting @ {source.as_uri()}']))\n"
-        "made = recipe('loud')\n"
-        "python = provide(made)\n"
+        "made = make_recipe('loud')\n"
+        "python = ensure_env(made)\n"
     )
     monkeypatch.setenv("NRL_VENV_DIR", str(tmp_path / "venvs"))
     monkeypatch.chdir(tmp_path)

@@ -135,8 +135,8 @@ def test_the_users_functions_need_not_be_importable(tmp_path: Path) -> None:
         return scaled(x) + float(offset.sum())
 
     (tmp_path / "parts").write_bytes(pickle.dumps(serialize(closure, "test")))
-    program = "import pickle; from nrl.runtime.ray import pickling\n"
-    program += "print(pickling.deserialized(pickle.load(open('parts', 'rb')))[0](3))"
+    program = "import pickle; from nrl.runtime.ray.codec import pickling\n"
+    program += "print(pickling.deserialize(pickle.load(open('parts', 'rb')))[0](3))"
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert float(done.stdout) == 30 + 2 * BIG
 
