@@ -112,7 +112,7 @@ class RayProcesses:
                         keys=keys[rank],
                         returned=returned[rank],
                         compared=tuple(kind is Out.replicated and self.count > 1 for kind in kinds),
-                        dropped=drain(self.dropped[rank]),
+                        dropped=_drain(self.dropped[rank]),
                         trace=trace,
                         turn=turn,
                     ),
@@ -265,7 +265,7 @@ class RayProcesses:
         self.end(reason)
 
 
-def drain(keys: deque[int]) -> tuple[int, ...]:
+def _drain(keys: deque[int]) -> tuple[int, ...]:
     """Empty a queue, and return its items."""
     drained = []
     while keys:
