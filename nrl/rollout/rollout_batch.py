@@ -15,10 +15,10 @@ from nrl.envs.user_code.threads import stuck
 from nrl.errors import DataError
 from nrl.rollout.episode import Episode
 from nrl.rollout.groups import Group
-from nrl.rollout.scheduler import Running, Schedule
+from nrl.rollout.scheduler import EpisodeScheduler, Schedule
 from nrl.rollout.to_batch import rows_of
 
-__all__ = ["batch_of", "played", "rollout"]
+__all__ = ["batch_of", "play_batch", "rollout"]
 
 _FEWEST, _NEARLY_ALL = 4, 0.9  # episodes of a batch, and the share of them whose reasoning did not end
 
@@ -76,10 +76,10 @@ def rollout(
     >>> batch["group_ids"].tolist()
     [0, 0, 0, 0]
     """
-    return played(sampler, env, tasks, n, sampling, seed, first_group, concurrency)[0]
+    return play_batch(sampler, env, tasks, n, sampling, seed, first_group, concurrency)[0]
 
 
-def played(
+def play_batch(
     sampler: Sampler,
     env: Env,
     tasks: Sequence[Task],
@@ -89,11 +89,11 @@ def played(
     first_group: int,
     concurrency: int | None = None,
 ) -> tuple[Batch, list[list[Episode]]]:
-    """What `rollout` gives, and the episodes of each task, which know texts besides: why one failed, what was said."""
+    """Return the batch of `rollout`, and the episodes of each task, which also have texts and failures."""
     if not tasks or n < 1:
         raise DataError(f"rollout: {len(tasks)} tasks with n={n}; there must be at least one of each")
     declared = declared_rewards(env)
-    running = Running(sampler, env, n, sampling, seed, Schedule.bounded("rollout", concurrency))
+    running = EpisodeScheduler(sampler, env, n, sampling, seed, Schedule.bounded("rollout", concurrency))
     try:
         groups = running.play(list(enumerate(tasks, first_group)), len(tasks))
         batch = batch_of(groups, sampler, sampling, running.schedule, declared=declared)
@@ -131,8 +131,12 @@ def _warn(failures: Sequence[str], total: int) -> None:
         return
     kinds = Counter(failure.partition(":")[0] for failure in failures)
     counted = f" ({', '.join(f'{count} {kind}' for kind, count in kinds.items())})" if len(kinds) > 1 else ""
-    left = stuck()
-    hung = f"; {left} {'thread is' if left == 1 else 'threads are'} still in calls that did not return" if left else ""
+    num_stuck = stuck()
+    hung = (
+        f"; {num_stuck} {'thread is' if num_stuck == 1 else 'threads are'} still in calls that did not return"
+        if num_stuck
+        else ""
+    )
     warnings.warn(
         f"rollout: {len(failures)} of {total} episodes failed{counted} and are not trained on; the first: "
         f"{failures[0]}{hung}",

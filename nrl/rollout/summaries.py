@@ -53,9 +53,9 @@ def summary(batch: Batch) -> Metrics:
     """
     require(batch, "rewards", "loss_mask", reader="summary")
     size = batch.batch_size
-    every = batch["valid"] if "valid" in batch.keys() else torch.ones(size, dtype=torch.bool)
+    valid_rows = batch["valid"] if "valid" in batch.keys() else torch.ones(size, dtype=torch.bool)
     first = _first_rows(batch)
-    valid = every & first
+    valid = valid_rows & first
     truncated = batch["truncated"] if "truncated" in batch.keys() else torch.zeros(size, dtype=torch.bool)
     rewards = batch["rewards"].sum(-1) if batch["rewards"].ndim > len(size) else batch["rewards"]
     rewards, count = torch.where(valid, rewards, 0.0), valid.sum()
@@ -65,11 +65,11 @@ def summary(batch: Batch) -> Metrics:
     carried = batch["dropped_rewards"].sum() if "dropped" in batch.keys() else torch.tensor(0.0)
     metrics: Metrics = {
         "reward": Mean(rewards.sum() + carried, (count + dropped).float()),
-        "reward/max": Max(_largest(torch.where(valid, rewards, -math.inf))),
-        "length": Mean(sampled[every].sum().float(), count.float()),
-        "length/max": Max(_largest(sampled)),
+        "reward/max": Max(_max_or_minus_inf(torch.where(valid, rewards, -math.inf))),
+        "length": Mean(sampled[valid_rows].sum().float(), count.float()),
+        "length/max": Max(_max_or_minus_inf(sampled)),
         "truncated": Mean((truncated & valid).sum().float(), count.float()),
-        "invalid": Sum((~every & first).sum() + failed),
+        "invalid": Sum((~valid_rows & first).sum() + failed),
         "dropped": Sum(dropped),
     }
     if "reasoning_ended" in batch.keys() and bool((unfinished := ~batch["reasoning_ended"] & valid).any()):
@@ -77,27 +77,27 @@ def summary(batch: Batch) -> Metrics:
     if "asked_again" in batch.keys():
         metrics["asked_again"] = Sum(batch["asked_again"].sum())
     if "sampled" in batch.keys():
-        metrics |= _ledger(batch, every)
+        metrics |= _token_metrics(batch, valid_rows)
     if "cut" in batch.keys():
-        metrics |= _cut(batch, first)
+        metrics |= _cut_metrics(batch, first)
     if "left_out" in batch.keys():
         metrics["left_out"] = Sum(batch["left_out"].sum())
     if "status" in batch.keys():
         status = batch["status"][first]
-        metrics |= {f"status/{name}": Sum((status == at).sum()) for at, name in enumerate(STATUSES) if at}
-    if more := int((~first).sum()):
-        metrics["forks"] = Sum(torch.tensor(more))
-        reasons = batch["forked"][~first] if "forked" in batch.keys() else torch.zeros(more)
-        metrics |= {f"forks/{name}": Sum((reasons == at).sum()) for at, name in enumerate(FORKS) if at}
+        metrics |= {f"status/{name}": Sum((status == index).sum()) for index, name in enumerate(STATUSES) if index}
+    if num_forks := int((~first).sum()):
+        metrics["forks"] = Sum(torch.tensor(num_forks))
+        reasons = batch["forked"][~first] if "forked" in batch.keys() else torch.zeros(num_forks)
+        metrics |= {f"forks/{name}": Sum((reasons == index).sum()) for index, name in enumerate(FORKS) if index}
     for key, value in batch.items():
         if str(key).startswith(("env/", "reward/")) and isinstance(value, Tensor):
-            known = torch.isfinite(value) & valid
-            metrics[str(key)] = Mean(torch.where(known, value, 0.0).sum(), known.sum().float())
+            is_known = torch.isfinite(value) & valid
+            metrics[str(key)] = Mean(torch.where(is_known, value, 0.0).sum(), is_known.sum().float())
     return metrics
 
 
-def _cut(batch: Batch, first: Tensor) -> Metrics:
-    """How many episodes were ended early, and of which groups, whose statistics are over the others."""
+def _cut_metrics(batch: Batch, first: Tensor) -> Metrics:
+    """Return metrics of episodes that were ended early, and of their groups."""
     cut = batch["cut"]
     _, group = batch["group_ids"][first].unique(return_inverse=True)
     count, lost = torch.bincount(group), torch.bincount(group, weights=cut[first].double())
@@ -114,43 +114,44 @@ def _first_rows(batch: Batch) -> Tensor:
     if "episode_ids" not in batch.keys():
         return torch.ones(batch.batch_size, dtype=torch.bool)
     ids = batch["episode_ids"].flatten()
-    places = torch.arange(len(ids))
-    found, episode = ids.unique(return_inverse=True)
-    first = places.new_full((len(found),), len(ids)).scatter_reduce(0, episode, places, "amin")
-    return (first[episode] == places).view(batch.batch_size)
+    rows = torch.arange(len(ids))
+    unique_ids, episode = ids.unique(return_inverse=True)
+    first = rows.new_full((len(unique_ids),), len(ids)).scatter_reduce(0, episode, rows, "amin")
+    return (first[episode] == rows).view(batch.batch_size)
 
 
-def _ledger(batch: Batch, valid: Tensor) -> Metrics:
-    """What became of the tokens that were sampled: each is counted once."""
+def _token_metrics(batch: Batch, valid: Tensor) -> Metrics:
+    """Return metrics of all sampled tokens by their use; each token is counted once."""
     require(batch, "turns", reader="summary")
-    sampled, trained, own = batch["sampled"], batch["loss_mask"].sum(-1), (batch["turns"] >= 0).sum(-1)
+    sampled, trained, of_policy = batch["sampled"], batch["loss_mask"].sum(-1), (batch["turns"] >= 0).sum(-1)
     check_sampled("summary", batch)
-    beyond = sampled - own
+    beyond = sampled - of_policy
     ended = batch["truncated"] if "truncated" in batch.keys() else torch.zeros_like(valid)
     if bool((lost := valid & ((beyond < 0) | (beyond > 0) & ~ended)).any()):
         row = int(lost.flatten().nonzero()[0])
         raise BatchError(
-            f"summary: row {row} has {int(own.flatten()[row])} tokens of the policy, and {int(sampled.flatten()[row])} "
-            "were sampled for it; take tokens out of loss_mask, and leave the row, its turns and sampled as they are"
+            f"summary: row {row} has {int(of_policy.flatten()[row])} tokens of the policy, and "
+            f"{int(sampled.flatten()[row])} were sampled for it; take tokens out of loss_mask, and leave the row, its "
+            "turns and sampled as they are"
         )
     dropped = {f"dropped/{name}": batch[key].sum() for name, key in DROPPED_TOKENS.items() if key in batch.keys()}
     total = sum(dropped.values(), sampled.new_zeros(()))
     cut = batch["cut"] if "cut" in batch.keys() else torch.zeros_like(valid)
     parts: dict[str, Tensor] = {
         "trained": trained[valid].sum(),
-        "masked": (own - trained)[valid].sum(),
+        "masked": (of_policy - trained)[valid].sum(),
         "beyond": beyond[valid].sum(),
         "invalid": sampled[~valid & ~cut].sum(),
         "dropped": total,
     }
     if "cut" in batch.keys():
         parts["cut"] = sampled[cut].sum()
-    every = {"sampled": sampled.sum() + total, **parts, **dropped}
-    return {f"tokens/{name}": Sum(count) for name, count in every.items()}
+    counts = {"sampled": sampled.sum() + total, **parts, **dropped}
+    return {f"tokens/{name}": Sum(count) for name, count in counts.items()}
 
 
-def _largest(x: Tensor) -> Tensor:
-    """The largest number; minus infinity if there are none."""
+def _max_or_minus_inf(x: Tensor) -> Tensor:
+    """Return the largest number; minus infinity if there are none."""
     return x.max().float() if x.numel() else torch.tensor(-math.inf)
 
 
@@ -184,9 +185,9 @@ def per_source(batch: Batch, names: Sequence[str], measure: Callable[[Batch], Me
             f"per_source: there are rows of source {int(source.max())}, and {len(names)} names; give a name for each "
             "source, as the names of a mixture"
         )
-    found: Metrics = {}
+    metrics: Metrics = {}
     for number, name in enumerate(names):
         if bool((source == number).any()):
             # Columns that another source brings, such as its components, have no entries in these rows
-            found |= prefixed(f"{name}/", over_something(measure(batch[source == number])))
-    return found
+            metrics |= prefixed(f"{name}/", over_something(measure(batch[source == number])))
+    return metrics

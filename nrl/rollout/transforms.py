@@ -22,7 +22,7 @@ class Versioned(Protocol):
 
     @property
     def version(self) -> int:
-        """How often weights had been published."""
+        """Number of times that weights have been published."""
         ...
 
 
@@ -31,7 +31,7 @@ _concatenate = cast(Callable[[Sequence[Any]], Batch], concatenate)
 
 @checked("batched")
 def batched[T](stream: Stream[T], n: int, collate: Callable[[Sequence[T]], Batch] = _concatenate) -> Source[Batch]:
-    """Batches of ``n`` items; they are asked for at once, so that a sampler decodes them together.
+    """Collate ``n`` items into a batch; they are pulled at once, so that a sampler decodes them together.
 
     Args:
         stream: of groups, or of rows that ``collate`` understands.
@@ -100,7 +100,7 @@ def drop_uniform(stream: Stream[Batch], patience: int = 32) -> Source[Batch]:
             "is nothing to learn; look for warnings of failed episodes, use other tasks, or sample more answers to each"
         )
 
-    return _filtered("drop_uniform", "uniform", stream, teaches, patience, complain)
+    return _filter_stream("drop_uniform", "uniform", stream, teaches, patience, complain)
 
 
 @checked("filtered")
@@ -134,7 +134,7 @@ def filtered(stream: Stream[Batch], keep: Callable[[Batch], bool], patience: int
             "use other tasks, or sample more answers to each"
         )
 
-    def kept(batch: Batch) -> bool:
+    def is_kept(batch: Batch) -> bool:
         verdict: Any = keep(batch)
         plain = verdict.tolist() if hasattr(verdict, "tolist") and getattr(verdict, "ndim", 1) == 0 else verdict
         if not isinstance(plain, bool):
@@ -143,7 +143,7 @@ def filtered(stream: Stream[Batch], keep: Callable[[Batch], bool], patience: int
             )
         return plain
 
-    return _filtered("filtered", "filtered", stream, kept, patience, complain)
+    return _filter_stream("filtered", "filtered", stream, is_kept, patience, complain)
 
 
 @checked("fresh")
@@ -185,11 +185,11 @@ def fresh(stream: Stream[Batch], lag: int, sampler: Versioned, patience: int = 3
             "batches ahead"
         )
 
-    return _filtered("fresh", "stale", stream, is_fresh, patience, complain)
+    return _filter_stream("fresh", "stale", stream, is_fresh, patience, complain)
 
 
-def _filtered(
-    who: str,
+def _filter_stream(
+    caller: str,
     reason: str,
     stream: Stream[Batch],
     keep: Callable[[Batch], bool],
@@ -198,31 +198,31 @@ def _filtered(
 ) -> Source[Batch]:
     """Keep the items that ``keep`` accepts and ask for others; the next one kept carries the numbers of the dropped.
 
-    Nobody knows how many will be dropped, so ``stream`` expects one item for each that is still to be kept.
+    The number of dropped items is not known in advance, so ``stream`` expects one item for each item still to be kept.
     """
     if patience < 1:
-        raise DataError(f"{who}: patience is {patience}; it must be at least 1")
+        raise DataError(f"{caller}: patience is {patience}; it must be at least 1")
     expect_items: Any = getattr(stream, "expect", None)
     expected: int | None = None
 
     def take(n: int) -> list[Batch]:
-        kept: list[Batch] = []
+        accepted: list[Batch] = []
         dropped: list[Batch] = []
         empty = 0
-        while len(kept) < n:
-            before = len(kept)
+        while len(accepted) < n:
+            before = len(accepted)
             if expect_items and expected is not None:
                 expect_items(expected - before)
-            for item in stream.take(n - len(kept)):
+            for item in stream.take(n - len(accepted)):
                 if keep(item):
-                    kept.append(_carrying(item, dropped, f"dropped_tokens/{reason}"))
+                    accepted.append(_add_dropped_counts(item, dropped, f"dropped_tokens/{reason}"))
                     dropped = []
                 else:
                     dropped.append(item)
-            empty = empty + 1 if len(kept) == before else 0
+            empty = empty + 1 if len(accepted) == before else 0
             if empty >= patience:
                 raise DataError(complain(empty, len(dropped)))
-        return kept
+        return accepted
 
     def expect(count: int | None) -> None:
         nonlocal expected
@@ -232,12 +232,12 @@ def _filtered(
     return derived(stream, take, expect if expect_items else None)
 
 
-def _carrying(batch: Batch, dropped: Iterable[Batch], tokens: str) -> Batch:
-    """The batch, with the numbers of the batches dropped before it added to its first row."""
+def _add_dropped_counts(batch: Batch, dropped: Iterable[Batch], tokens: str) -> Batch:
+    """Return the batch with the counts of the batches dropped before it added to its first row."""
     carried = {name: torch.zeros(batch.batch_size, dtype=torch.int64) for name in (*_COUNTS, tokens)}
     carried["dropped_rewards"] = torch.zeros(batch.batch_size)
     for other in dropped:
-        for name, number in _numbers(other, tokens):
+        for name, number in _iter_counts(other, tokens):
             carried.setdefault(name, torch.zeros(batch.batch_size, dtype=torch.int64)).view(-1)[0] += number
     return assign(batch, **{name: x + batch[name] if name in batch.keys() else x for name, x in carried.items()})
 
@@ -246,8 +246,8 @@ _COUNTS = ("dropped", "dropped_invalid")
 _CARRIED = (*_COUNTS, *DROPPED_TOKENS.values(), "dropped_rewards", "dropped_cut", "left_out", "asked_again")
 
 
-def _numbers(batch: Batch, tokens: str) -> Iterator[tuple[str, Tensor]]:
-    """What is to be known of a batch that is dropped, and of those that it carries the numbers of."""
+def _iter_counts(batch: Batch, tokens: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the counts of a dropped batch, including the counts that it carries of earlier ones."""
     valid = valid_rows(batch)
     yield "dropped", valid.sum()
     yield "dropped_invalid", (~valid).sum()

@@ -28,7 +28,7 @@ from nrl.errors import ArgumentError, CheckpointError, ConfigError
 from nrl.files import Folder
 from nrl.log import Progress, Sink, duration, open_sinks, redacted
 from nrl.rollout.prefetch import at_end
-from nrl.rollout.rollout_stream import end_all
+from nrl.rollout.rollout_stream import close_all
 from nrl.run import checkpoint, config_file, folder
 from nrl.run.async_checkpoint import OnItsWay
 from nrl.run.checkpoint import Checkpoints
@@ -451,7 +451,7 @@ def run(cfg: Any) -> Iterator[Run]:
         measured.taken()  # steps before this run belong to no line of it
         sink = stack.enter_context(open_sinks(getattr(cfg, "sinks", ()), out, attrs.asdict(cfg), name=out.name))
         stack.callback(report_at_end, out)
-        stack.callback(end_all)
+        stack.callback(close_all)
         stack.enter_context(timeline.recording(out))
         stack.enter_context(profiles.profiling(out))
         stack.callback(lambda: preemption.write(how_to_go_on(out)) if preemption.asked else None)

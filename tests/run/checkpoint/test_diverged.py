@@ -18,7 +18,7 @@ from nrl.backends.training.collectives import Peers
 from nrl.backends.training.saving import storage
 from nrl.backends.types import Piece
 from nrl.batch import Batch
-from nrl.cli.evaluation import exported
+from nrl.cli.evaluation import find_model
 from nrl.cli.export import Export
 from nrl.cli.export import main as export
 from nrl.data import counting
@@ -164,7 +164,7 @@ def test_it_is_not_exported(trainer: Trainer, diverging: Trainer, tmp_path: Path
         assert "give an earlier checkpoint=" in str(caught.value)
     assert not (tmp_path / "model").exists()
     with pytest.raises(ModelError, match=r"its checkpoints are 000001, 000002 \(NaN or infinite\)\. Let it run"):
-        exported(str(tmp_path))
+        find_model(str(tmp_path))
 
 
 @attrs.frozen
