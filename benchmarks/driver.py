@@ -41,7 +41,7 @@ from nrl.backends.sampling import pool
 from nrl.backends.training import trainer as driver_half
 from nrl.batch import Batch, deal
 from nrl.batch.metrics import Mean, Sum
-from nrl.run.step_log import collector_spared
+from nrl.run.step_log import gc_paused
 from nrl.runtime import P, cluster, merged, shard_map
 from nrl.runtime.mesh import mapping
 from nrl.runtime.mesh.local import LocalCluster
@@ -152,7 +152,7 @@ def measure(ranks: int, rows: int, tokens: int, width: int, requests: int, steps
         here.replies.each = partial(_all, provided)
         step, state = trainer.train_step(grpo_loss), trainer.init()
         count = shard_map(_nothing, mesh, P("dp"), merged)
-        stack.enter_context(collector_spared())  # as `run.steps` does
+        stack.enter_context(gc_paused())  # as `run.steps` does
         for number in range(steps + 1):
             batch = skewed(rows, tokens, width, number)
             prompts = _prompts(requests)

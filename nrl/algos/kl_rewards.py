@@ -42,8 +42,8 @@ def sampled_logprobs(batch: TensorDict, reader: str) -> Tensor:
     column = column or "rollout_logprobs"
     require(batch, column, reader=reader)
     check_finite(batch, column, reader=reader)
-    found: Tensor = batch[column].detach()
-    return found
+    logprobs: Tensor = batch[column].detach()
+    return logprobs
 
 
 def _penalties(batch: TensorDict, penalty: Penalty, reader: str) -> Tensor:
@@ -137,6 +137,6 @@ def penalized_rewards(batch: Batch, penalty: Penalty) -> Batch:
     require(batch, "rewards", "loss_mask", reader="penalized_rewards")
     rewards = row_rewards(batch, reader="penalized_rewards")
     check_finite(batch, "rewards", reader="penalized_rewards")
-    each = episodes(batch, "rewards", reader="penalized_rewards")
-    cost = each.rows(each.sums(_penalties(batch, penalty, "penalized_rewards").sum(-1)))
+    by_episode = episodes(batch, "rewards", reader="penalized_rewards")
+    cost = by_episode.rows(by_episode.sums(_penalties(batch, penalty, "penalized_rewards").sum(-1)))
     return assign(batch, rewards=rewards - cost)

@@ -146,8 +146,8 @@ def overlong_penalty(limit: int, buffer: int) -> Shaping:
 def _lengths(batch: Batch, reader: str) -> tuple[Tensor, Tensor]:
     """Each row's reward, and the number of trained tokens of its episode; 0 on invalid rows."""
     require(batch, "rewards", "loss_mask", reader=reader)
-    each = episodes(batch, reader=reader)
-    return row_rewards(batch, reader=reader), each.rows(each.sums(batch["loss_mask"].sum(-1).double()))
+    by_episode = episodes(batch, reader=reader)
+    return row_rewards(batch, reader=reader), by_episode.rows(by_episode.sums(batch["loss_mask"].sum(-1).double()))
 
 
 @checked("stop_properly", finite=False)
@@ -188,8 +188,8 @@ def stop_properly(coef: float) -> Shaping:
 
 def _anywhere(batch: Batch, marked: Tensor, reader: str) -> Tensor:
     """The rows of episodes with a marked valid row."""
-    each = episodes(batch, reader=reader)
-    return each.rows(each.sums(marked.long())) > 0
+    by_episode = episodes(batch, reader=reader)
+    return by_episode.rows(by_episode.sums(marked.long())) > 0
 
 
 @checked("length_penalty", finite=False)
@@ -229,16 +229,16 @@ def length_penalty(weight: float, threshold: float = 0.0) -> Shaping:
     def length_penalty(batch: Batch) -> Batch:
         require(batch, "group_ids", reader="length_penalty")
         rewards, lengths = _lengths(batch, "length_penalty")
-        each = episodes(batch, "rewards", "group_ids", reader="length_penalty")
-        lengths = lengths[each.firsts]
-        ids, group = batch["group_ids"][each.firsts].unique(return_inverse=True)
+        by_episode = episodes(batch, "rewards", "group_ids", reader="length_penalty")
+        lengths = lengths[by_episode.firsts]
+        ids, group = batch["group_ids"][by_episode.firsts].unique(return_inverse=True)
         none = lengths.new_zeros(len(ids))
         least = none.scatter_reduce(0, group, lengths, "amin", include_self=False)[group]
-        most = none.scatter_reduce(0, group, lengths, "amax", include_self=False)[group]
-        shorter = torch.where(most > least, 0.5 - (lengths - least) / (most - least).clamp(min=1), 0)
-        right = rewards[each.firsts] > threshold
+        longest = none.scatter_reduce(0, group, lengths, "amax", include_self=False)[group]
+        shorter = torch.where(longest > least, 0.5 - (lengths - least) / (longest - least).clamp(min=1), 0)
+        right = rewards[by_episode.firsts] > threshold
         added = weight * torch.where(right, shorter, shorter.clamp(max=0))
-        return assign(batch, rewards=rewards + each.rows(added).to(rewards.dtype))
+        return assign(batch, rewards=rewards + by_episode.rows(added).to(rewards.dtype))
 
     return length_penalty
 

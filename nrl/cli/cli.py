@@ -162,7 +162,7 @@ def _plan(args: argparse.Namespace) -> None:
         return
     named = _name_settings("model", settings)
     cfg = config.load(cli.Planning, named, program="nrl plan MODEL", caller="plan")
-    cli.main(cfg, config.given(cli.Planning, named))
+    cli.main(cfg, config.given_keys(cli.Planning, named))
 
 
 def _diagnose(args: argparse.Namespace) -> int:

@@ -72,7 +72,7 @@ def main(cfg: Evaluation, envs: Environments) -> Metrics:
             load_tokenizer(model)  # no folder is named for a model that is not there
     together = max(1, cfg.rows // n)
     with ExitStack() as stack:
-        out = stack.enter_context(folder.entered(cfg, evaluation_folder.choose_folder))
+        out = stack.enter_context(folder.enter(cfg, evaluation_folder.choose_folder))
         results = out / "results.jsonl"
         digests: dict[str, Any] = {MARK: digest(tasks)}
         digests |= {"digest_of_results": digest([attrs.asdict(result) for result in stored.graded])} if stored else {}

@@ -51,7 +51,7 @@ def choose_folder(cfg: Any) -> Path:
 
 def read_config(out: Path) -> Mapping[str, Any]:
     """The configuration in a folder; empty if it has none."""
-    return config_file.read(out / "config.yaml") or {}
+    return config_file.read_config(out / "config.yaml") or {}
 
 
 def write_config(out: Path, cfg: Any, digests: Mapping[str, Any], unread: Sequence[str] = ()) -> None:

@@ -15,11 +15,11 @@ from nrl.files import (
     MANIFEST,
     NOT_FINITE,
     Folder,
-    at,
     check_sizes,
     on_disk,
+    read_saved,
     resolve_output,
-    saved_in,
+    to_folder,
     without_file_scheme,
 )
 from nrl.run import checkpoint
@@ -45,7 +45,7 @@ def main(cfg: Export) -> Path:
     Raises:
         CheckpointError: there is no such checkpoint, or no such value in it, or what it has cannot be exported so.
     """
-    root, source = _find_checkpoint(at(cfg.run), cfg.checkpoint)
+    root, source = _find_checkpoint(to_folder(cfg.run), cfg.checkpoint)
     folder, target = source / cfg.value, root / "model"
     if cfg.to is not None:
         target = resolve_output("export: to", without_file_scheme("export: to", cfg.to))
@@ -53,7 +53,7 @@ def main(cfg: Export) -> Path:
         raise CheckpointError(
             f"export: {target} is in a store, where no model can be loaded from; give a folder as to="
         )
-    saved = saved_in(folder) if folder.is_dir() else None
+    saved = read_saved(folder) if folder.is_dir() else None
     if saved is None:
         content = ", ".join(sorted(path.name for path in source.iterdir() if path.is_dir())) or "no weights"
         raise CheckpointError(

@@ -117,7 +117,7 @@ def main(cfg: Serving, ready: Callable[[str], Any] = print) -> None:
 
         async def serve() -> None:
             hosts = allowed_hosts(cfg.host, cfg.hosts, secured=token is not None)
-            aliases = [] if cfg.name else [Path(cfg.model).name]  # a folder is authenticate by its own name, too
+            aliases = [] if cfg.name else [Path(cfg.model).name]  # A folder also answers to its own name.
             listener = Listener(application(authenticate, name, aliases=aliases, largest=cfg.largest), _GRACE, hosts)
             for number in (signal.SIGINT, signal.SIGTERM):
                 with suppress(ValueError, NotImplementedError, RuntimeError):  # Signal handlers need the main thread.

@@ -12,7 +12,7 @@ from torch import Tensor
 from nrl.backends.sampling.base import Sampler, capabilities
 from nrl.backends.types import Sampling
 from nrl.batch import Batch, assign
-from nrl.batch.ragged import ragged
+from nrl.batch.ragged import make_ragged
 from nrl.envs.contract import STATUSES
 from nrl.rollout.bridges import FORKS
 from nrl.rollout.episode import Episode
@@ -160,7 +160,7 @@ def _component_columns(episodes: Sequence[Episode]) -> dict[str, Any]:
         {name for episode in episodes for values_of_turn in episode.turn_components.values() for name in values_of_turn}
     )
     components = {
-        name: ragged(
+        name: make_ragged(
             [
                 torch.tensor(
                     [
@@ -185,7 +185,7 @@ def _info_columns(episodes: Sequence[Episode]) -> dict[str, Any]:
         rows = [[step.get(name, math.nan) for step in episode.info] for episode in episodes]
         reported = [[x for step in episode.info if (x := step.get(name)) is not None] for episode in episodes]
         last[f"env/{name}"] = torch.tensor([(values or [math.nan])[-1] for values in reported])
-        steps_by_name[name] = ragged([torch.tensor(steps, dtype=torch.float32) for steps in rows])
+        steps_by_name[name] = make_ragged([torch.tensor(steps, dtype=torch.float32) for steps in rows])
     return {**last, "info": Batch(steps_by_name, batch_size=[len(episodes)])} if names else {}
 
 

@@ -53,13 +53,13 @@ from nrl.files import (
     Folder,
     Saved,
     Written,
-    at,
     check_parts,
     check_sizes,
     flush,
     make,
+    read_saved,
     resolve_output,
-    saved_in,
+    to_folder,
     write_manifest,
 )
 from nrl.files import write as write_file
@@ -377,7 +377,7 @@ class Trainer:
             Every file by its name in the folder; each process hashes what it writes while it writes.
         """
         files, record = self.write(value, folder)
-        return {**files, MANIFEST: write_manifest(at(folder), files, {".": record})}
+        return {**files, MANIFEST: write_manifest(to_folder(folder), files, {".": record})}
 
     def write(self, value: TrainState | Params, folder: str | Folder) -> Saved:
         """As `save`, but for the manifest, which is left to who writes that of a folder above."""
@@ -401,7 +401,7 @@ class Trainer:
     ) -> tuple[Callable[..., Any], Each, Folder, dict[str, Any]]:
         """What the processes call, the values that they hold, the folder, which is there now, and the record."""
         note_save()
-        folder = at(folder).absolute()
+        folder = to_folder(folder).absolute()
         params = value._params if isinstance(value, TrainState) else value
         alone = params.adapter_of is not None
         record: dict[str, Any] = {"version": params.version, "published": params.published, "adapter": alone}
@@ -462,8 +462,8 @@ class Trainer:
         The folder is one that `save` wrote, or that of a value in a checkpoint, ``.../000050/policy``.
         """
         self.mesh.cluster.check_open("restore")
-        folder = at(folder).absolute()
-        saved = saved_in(folder)
+        folder = to_folder(folder).absolute()
+        saved = read_saved(folder)
         if saved is None and (folder / "state.json").exists():
             raise CheckpointError(
                 f"restore: {folder} was written by an earlier version of nrl (its state.json shows it), and this one "
@@ -485,7 +485,7 @@ class Trainer:
 
     def verify(self, folder: str | Folder, files: Mapping[str, Written]) -> None:
         """See that files that `save` returned are what was written. The processes read them, each a share."""
-        folder = at(folder).absolute()
+        folder = to_folder(folder).absolute()
         check_sizes(folder, files)
         from_first(self.mesh, "verify", shared_fs.check, folder, dict(files), turn=False)
 
@@ -562,7 +562,7 @@ class Trainer:
 
 def _in_order(who: str, rows: list[Tensor], results: list[Tensor | list[Tensor]]) -> Tensor:
     shards = [shard for result in results for shard in (result if isinstance(result, list) else [result])]
-    whole: Tensor = restore(rows, shards, who=who)
+    whole: Tensor = restore(rows, shards, caller=who)
     return whole
 
 

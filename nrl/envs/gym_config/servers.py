@@ -279,7 +279,9 @@ def _structured(
     try:
         return structure(value, cls), []
     except Problems as error:
-        return None, [explain(cls, (*above, *path), _hidden(value, path, text), layers) for path, text in error.found]
+        return None, [
+            explain(cls, (*above, *path), _hidden(value, path, text), layers) for path, text in error.problems
+        ]
 
 
 def _hidden(value: Any, path: tuple[Any, ...], text: str) -> str:

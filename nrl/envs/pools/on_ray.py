@@ -81,7 +81,7 @@ class OnRay:
         def told(past: float) -> str:
             return f"{self._who}: no CPU is free since {past:.0f} s; {stock()}"
 
-        wait_until(placed, _ROOM, told, every=_LOOKS)
+        wait_until(placed, _ROOM, told, poll_seconds=_LOOKS)
         if self._placed:
             return
         if self._others() and not self._ended:

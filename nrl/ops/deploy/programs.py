@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nrl.config._yaml import Problems
-from nrl.config.layers import is_file_name, read
+from nrl.config.layers import is_file_name, read_file
 from nrl.errors import ConfigError
 from nrl.runtime.venvs.registry import EXECUTABLES
 
@@ -35,7 +35,7 @@ def settings_in_files(arguments: Sequence[str], folder: str) -> dict[str, Any]:
     said = dict[str, Any]()
     for each in _files(arguments):
         with contextlib.suppress(OSError, ValueError, Problems):
-            said |= read(Path(folder) / each)
+            said |= read_file(Path(folder) / each)
     return said
 
 

@@ -102,7 +102,7 @@ def _come(expected: int, limit: float) -> Finding:
     def told(waited: float) -> str:
         return f"doctor: {len(list_nodes(True))} of {expected} hosts have come, {waited:.0f} s so far"
 
-    all_of_them = wait_until(came, limit, told, silence=SILENCE, every=_GLANCE)
+    all_of_them = wait_until(came, limit, told, silence=SILENCE, poll_seconds=_GLANCE)
     there = sorted(str(each["NodeManagerHostname"]) for each in list_nodes(True))
     said = f"{len(there)} of {expected} have come"
     values = {"expected": expected, "come": there}

@@ -113,7 +113,7 @@ def main(cfg: Planning, given: Collection[str] = ()) -> None:
 
     Args:
         cfg: of what.
-        given: the keys that somebody has set, as `nrl.config.given` has them; a search holds what they say.
+        given: the keys that somebody has set, as `nrl.config.given_keys` has them; a search holds what they say.
 
     Raises:
         ConfigError: there is no such config, or the step fails.

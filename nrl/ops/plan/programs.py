@@ -62,7 +62,7 @@ def of_program(file: str, settings: Sequence[str]) -> tuple[Planning, frozenset[
         lines = "\n  ".join(unknown)
         raise ConfigError(f"plan: the configuration of {Path(file).name} does not say\n  {lines}\ngive them")
     planned = config.load(Planning, [*more, "model=unread"], program=f"nrl plan {file}", caller="plan")
-    said = config.given(cls, own) | config.given(Planning, more)
+    said = config.given_keys(cls, own) | config.given_keys(Planning, more)
     whole = attrs.evolve(planned, **_whole(planned, found, given))
     print(
         f"plan: one step of one model with the loss {whole.loss}: what a critic, a reference, a teacher or another "

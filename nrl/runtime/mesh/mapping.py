@@ -233,7 +233,7 @@ def _collect(who: str, result: Any, spec: _AnySpec, rows: list[Tensor] | None, m
     if spec == P():
         return result.then(only)
     assert rows is not None
-    return result.then(functools.partial(restore, rows, who=who), rows)
+    return result.then(functools.partial(restore, rows, caller=who), rows)
 
 
 def _sum(who: str, results: list[Any]) -> Metrics:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import attrs
 from tensordict import TensorDict
 
-from nrl.batch.columns import declared, declaring
+from nrl.batch.columns import declaring, get_declarations
 from nrl.batch.handles import without_handles
 from nrl.errors import ForeignState, MutatedBatch
 from nrl.runtime.mesh.processes import Donated, Rows
@@ -85,7 +85,7 @@ class Arguments:
         self.read: list[Call] = []  # those whose results this call reads from the object store
         self._packed: dict[int, tuple[Any, Any]] = {}  # by identity, with the value, so that its id stays unique
         self._found: dict[tuple[Any, int], Any] = {}  # what `_of` found of batches, by identity, too
-        kinds = declared()
+        kinds = get_declarations()
         function = serialized(functools.partial(declaring, kinds, fn) if kinds else fn, who)
         hashed = hashlib.blake2b(digest_size=16)
         for part in function:

@@ -214,7 +214,7 @@ class RayCluster(Cluster):
             return placed(group, seconds)
 
         say(told(0.0))
-        if not wait_until(moved, limit, told, every=_GLANCE):
+        if not wait_until(moved, limit, told, poll_seconds=_GLANCE):
             raise PlacementError(
                 f"{what}, and no other had room for them within {limit:g} s; leave the cluster, and reserve fewer "
                 f"slots. {stock()}"

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from tensordict import TensorDict
 
-from nrl.batch.handles import ColumnHandle, Part, filled, handles_of
+from nrl.batch.handles import ColumnHandle, Part, fill_column, handles_of
 from nrl.runtime.mesh.processes import Rows
 from nrl.runtime.ray.pending_call import Call, Ref
 from nrl.runtime.ray.results import Pending
@@ -69,6 +69,6 @@ def opened(columns: Sequence[Column], values: Sequence[Any]) -> TensorDict:
         for results, combine, part in held:
             some = list(itertools.islice(left, results))
             rows.append(some[0] if combine is None else combine(some)[part.rows])
-        batch.set(name, filled(shape, dtype, [each.part for each in held], rows))
+        batch.set(name, fill_column(shape, dtype, [each.part for each in held], rows))
     whole: TensorDict = batch.lock_()
     return whole

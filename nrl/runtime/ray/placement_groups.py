@@ -160,7 +160,7 @@ def _waited(
         return there or over
 
     try:
-        if wait_until(ready, max(0.0, limit), wanted.waiting, every=_LOOK) and not over:
+        if wait_until(ready, max(0.0, limit), wanted.waiting, poll_seconds=_LOOK) and not over:
             return group
     except BaseException:  # Ctrl-C, too
         _removed(group)

@@ -12,7 +12,7 @@ from nrl.backends.training.outputs.output_heads import PROVIDES
 from nrl.batch import Batch, assign, lengths
 from nrl.batch.handles import handle_of
 from nrl.batch.metrics import Mean, Metrics
-from nrl.batch.values import remembered
+from nrl.batch.values import memoize
 from nrl.errors import BatchError, MissingColumn, MissingOutput, NotFinite
 from nrl.runtime import Future
 
@@ -198,7 +198,7 @@ def check_finite(who: str, batch: Batch) -> None:
     if "loss_mask" not in batch.keys():
         return
     mask = batch["loss_mask"]
-    trained = remembered(mask, "trained", lambda: mask.flatten().nonzero()[:, 0])
+    trained = memoize(mask, "trained", lambda: mask.flatten().nonzero()[:, 0])
     for column, value in batch.items():
         if isinstance(value, Tensor) and value.is_floating_point() and value.shape == mask.shape:
             bad = ~torch.isfinite(value.flatten()[trained])

@@ -18,7 +18,7 @@ from torch import Tensor
 from nrl.algos import Loss, name_of, needed, output_shape
 from nrl.arguments import described, register_kind
 from nrl.backends.training.layout.shape_tensors import ShapeTensor, needs_numbers
-from nrl.batch import Batch, microbatches, unchanged
+from nrl.batch import Batch, forbid_writes, microbatches
 from nrl.batch.columns import COLUMNS
 from nrl.batch.metrics import Ess, Max, Mean, Metrics, Min, Sum
 from nrl.errors import LossResultError, MissingColumn, MissingOutput, NoGradient, WeightError
@@ -227,7 +227,7 @@ def called(loss: Loss, batch: Batch, outputs: Mapping[str, Tensor]) -> dict[str,
     """
     name, out = name_of(loss), TensorDict(dict(outputs), batch_size=batch.batch_size)
     try:
-        with unchanged(batch, name):
+        with forbid_writes(batch, name):
             terms, _ = terms_of(name, loss(out, batch))
     except MissingColumn:
         raise

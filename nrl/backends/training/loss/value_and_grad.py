@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nrl.algos import Loss, mismatch_metrics
 from nrl.backends.training.loss.loss_terms import check_terms, terms_of
-from nrl.batch import Batch, unchanged
+from nrl.batch import Batch, forbid_writes
 from nrl.batch.metrics import Mean, Metrics
 
 __all__ = ["ValueAndGrad", "ignores", "value_and_grad"]
@@ -63,7 +63,7 @@ def value_and_grad(
     (tensor(1.5000), tensor([[-0.0000, -0.5000]]))
     """
     leaves = {key: value.detach().requires_grad_() for key, value in outputs.items()}
-    with torch.enable_grad(), unchanged(batch, name):
+    with torch.enable_grad(), forbid_writes(batch, name):
         terms, metrics = terms_of(name, loss(TensorDict(leaves, batch_size=batch.batch_size), batch))
         check_terms(name, terms, weights)
         total = torch.stack([term.total / weights[key] for key, term in terms.items()]).sum()

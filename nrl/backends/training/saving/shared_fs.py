@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nrl.errors import CheckpointError
-from nrl.files import Folder, Written, at, check_sizes, check_sums, write
+from nrl.files import Folder, Written, check_sizes, check_sums, to_folder, write
 from nrl.runtime.mesh.current_process import process
 from nrl.runtime.mesh.placement import Mesh
 from nrl.runtime.mesh.rpc import from_all
@@ -62,7 +62,7 @@ def check_shared(mesh: Mesh, name: str, folder: str | Folder, who: str) -> None:
     Raises:
         CheckpointError: a process has another one.
     """
-    place, here = at(folder).absolute(), socket.gethostname()
+    place, here = to_folder(folder).absolute(), socket.gethostname()
     found = _stranger_of(mesh, who, place)
     if found is not None:
         instead = (

@@ -27,7 +27,7 @@ from nrl.backends.training.collectives import HeldError, Peers
 from nrl.backends.training.saving.save_plan import ToSave
 from nrl.backends.types import Piece
 from nrl.errors import CheckpointError, ModelError
-from nrl.files import NOT_FINITE, Buffer, Folder, check_parts, part, saved_in
+from nrl.files import NOT_FINITE, Buffer, Folder, check_parts, part_name, read_saved
 
 __all__ = ["KEYS", "MODEL", "MOMENTS", "NUMBER", "check_optimizer", "read", "to_save", "weights", "written_by"]
 
@@ -53,7 +53,9 @@ def to_save(pieces: Callable[[], Iterable[Piece]], peers: Peers, record: Mapping
     with held.back():
         spoken = [piece for piece in pieces() if piece.tensor.numel()]
     held.meet("save")
-    return ToSave({part(peers.rank, peers.count): _safetensors(spoken)}, {**record, NOT_FINITE: _not_finite(spoken)})
+    return ToSave(
+        {part_name(peers.rank, peers.count): _safetensors(spoken)}, {**record, NOT_FINITE: _not_finite(spoken)}
+    )
 
 
 def _not_finite(pieces: Iterable[Piece]) -> list[str]:
@@ -171,7 +173,7 @@ def _pieces(folder: Folder, files: ExitStack) -> dict[str, list[Piece]]:
     from safetensors import SafetensorError
 
     found: dict[str, list[Piece]] = {}
-    saved = saved_in(folder)  # a file that its manifest does not list is none of the checkpoint's
+    saved = read_saved(folder)  # a file that its manifest does not list is none of the checkpoint's
     paths: list[Folder] = [path for path in folder.glob("*.safetensors") if saved is None or path.name in saved.files]
     paths.sort(key=lambda path: path.name)
     try:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nrl.batch.ragged import is_ragged, memory_of, of_values, parts_of
 from nrl.batch.raw import flat_bytes
-from nrl.batch.values import remembered
+from nrl.batch.values import memoize
 
 __all__ = ["BatchLayout", "Unpadded", "padded"]
 
@@ -100,7 +100,7 @@ class Unpadded:
         known = type(mask) is Tensor and mask.dtype == torch.bool and mask.ndim > batch.ndim > 0 and mask.numel() > 0
         if type(batch) is not TensorDict or not known or not all(map(_is_ordinary, _leaves(batch))):
             return None
-        lengths: tuple[int, ...] = remembered(
+        lengths: tuple[int, ...] = memoize(
             mask, "rows", lambda: tuple(mask.flatten(0, -2).sum(-1, dtype=torch.int32).tolist())
         )
         if min(lengths) == mask.shape[-1]:
@@ -237,7 +237,7 @@ def _layout(batch: TensorDict, mask: Tensor, lengths: tuple[int, ...], sources: 
         filler: int | None = None
         if per_token:
             asked = "padding", width, lengths
-            filler = remembered(value, asked, functools.partial(_filler, plain, lengths, width))
+            filler = memoize(value, asked, functools.partial(_filler, plain, lengths, width))
         columns[str(name)] = _ColumnLayout(value.dtype, tuple(value.shape[1:]), filler)
         stride = plain[0].numel() * value.dtype.itemsize // (1 if filler is None else across)
         memory = memoryview(flat_bytes(plain).numpy())
