@@ -63,7 +63,7 @@ def to_folder(where: str | Folder) -> Folder:
     """Return the folder of a path or URL, such as ``s3://bucket/runs/qwen``. ``~/`` begins one in the home folder.
 
     Raises:
-        ConfigError: there is no such protocol, or its package is not installed.
+        ConfigError: the protocol does not exist, or its package is not installed.
 
     >>> to_folder("runs/qwen"), str(to_folder("memory://runs/qwen") / "train")
     (PosixPath('runs/qwen'), 'memory://runs/qwen/train')
@@ -98,7 +98,7 @@ def resolve_output(option: str, name: str | Folder) -> Folder:
         name: its value.
 
     Raises:
-        ConfigError: it is empty, holds a variable such as ``$HOME`` or a NUL character, or is the root of the file
+        ConfigError: the name is empty, has a variable such as ``$HOME`` or a NUL character, or is the root of the file
             system; or as `at` does.
 
     >>> resolve_output("run: out", "runs/qwen")

@@ -22,7 +22,7 @@ settings.load_profile("repeat")
 @pytest.fixture(autouse=True)
 def no_secrets_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test tells nrl to keep secret is no secret in the next one."""
-    monkeypatch.setattr(redaction, "_told", set())
+    monkeypatch.setattr(redaction, "_kept_secrets", set())
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ def positive(reader: str, name: str, value: float) -> None:
     """Check that a number is positive and finite.
 
     Raises:
-        ArgumentError: it is not.
+        ArgumentError: the number is out of range.
     """
     if not 0 < value < math.inf:
         raise ArgumentError(f"{reader}: {name} is {value}; it must be positive and finite", name)
@@ -25,7 +25,7 @@ def not_negative(reader: str, name: str, value: float) -> None:
     """Check that a number is finite and at least 0.
 
     Raises:
-        ArgumentError: it is not.
+        ArgumentError: the number is out of range.
     """
     if not 0 <= value < math.inf:
         raise ArgumentError(f"{reader}: {name} is {value}; it must be finite and at least 0", name)
@@ -35,7 +35,7 @@ def in_unit_interval(reader: str, name: str, value: float) -> None:
     """Check that a number is between 0 and 1.
 
     Raises:
-        ArgumentError: it is not.
+        ArgumentError: the number is out of range.
     """
     if not 0 <= value <= 1:
         raise ArgumentError(f"{reader}: {name} is {value}; it must be between 0 and 1", name)
@@ -45,7 +45,7 @@ def check_terms(reader: str, kind: str, terms: tuple[Any, ...]) -> None:
     """Check that every term is a pair of a finite coefficient and a function.
 
     Raises:
-        ArgumentError: there are no terms, a term is not such a pair, or a coefficient is not finite.
+        ArgumentError: no terms are given, a term is not such a pair, or a coefficient is not finite.
     """
     if not terms:
         raise ArgumentError(f"{reader}: there are no terms; give pairs (coefficient, {kind})")
@@ -79,7 +79,7 @@ def check_numbers(reader: str, value: Any, got: str, shape: tuple[int, ...]) -> 
         shape: that the value has to have.
 
     Raises:
-        BatchError: it is something else.
+        BatchError: the value has another type or shape.
         NotFinite: it has NaN or an infinity.
 
     >>> import torch

@@ -51,8 +51,8 @@ def row_rewards(batch: TensorDict, reader: str) -> Tensor:
         reader: who reads it, as a user would name it; for the error.
 
     Raises:
-        MissingColumn: the batch lacks it.
-        BatchError: there are several rewards a row.
+        MissingColumn: the batch lacks the column.
+        BatchError: a row has several rewards.
     """
     require(batch, "rewards", reader=reader)
     rewards: Tensor = batch["rewards"]

@@ -23,7 +23,7 @@ def counted_pairs(batch: Batch, reader: str) -> Tensor:
         ``[P]`` bool.
 
     Raises:
-        MissingColumn: the batch lacks it.
+        MissingColumn: the batch lacks the column.
         BatchError: the batch is not one of pairs.
     """
     require(batch, "loss_mask", reader=reader)

@@ -33,8 +33,8 @@ def optimal_baseline(batch: Batch) -> Tensor:
         ``[B, T]``, in the dtype of ``rewards``; 0 on invalid rows and outside ``loss_mask``.
 
     Raises:
-        MissingColumn: the batch lacks one of them.
-        BatchError: there are several rewards a row, or the rows of one episode differ in reward or group.
+        MissingColumn: the batch lacks a column.
+        BatchError: a row has several rewards, or the rows of one episode differ in reward or group.
         NotFinite: the reward of a valid row is NaN or infinite.
 
     Source: Hao et al., https://arxiv.org/abs/2505.23585, b*.
@@ -74,8 +74,8 @@ def greedy_baseline(batch: Batch) -> Tensor:
         ``[B, T]``, in the dtype of ``rewards``; 0 on invalid rows and outside ``loss_mask``.
 
     Raises:
-        MissingColumn: the batch lacks one of them.
-        BatchError: there are several rewards a row, or the rows of one episode differ in reward, group or temperature.
+        MissingColumn: the batch lacks a column.
+        BatchError: a row has several rewards, or the rows of one episode differ in reward, group or temperature.
         NotFinite: the reward of a valid row is NaN or infinite.
 
     Source: Li et al., ReMax, https://arxiv.org/abs/2310.10505.
@@ -117,13 +117,13 @@ def gdpo(weights: Sequence[float] | None = None) -> Estimator:
 
     Returns:
         ``batch -> [B, T]``, in the dtype of ``rewards``; 0 on invalid rows and outside ``loss_mask``. It reads
-        ``rewards`` ``[B, K]`` (``[B]``: K is 1), ``group_ids``, ``loss_mask`` and, where they are there, ``valid`` and
+        ``rewards`` ``[B, K]`` (``[B]``: K is 1), ``group_ids``, ``loss_mask`` and, if present, ``valid`` and
         ``episode_ids``.
 
     Raises:
-        ValueError: there are no weights, or one is not finite.
+        ValueError: ``weights`` is empty, or a weight is not finite.
         MissingColumn: (when called) the batch lacks one of the first three.
-        BatchError: (when called) there are not as many weights as rewards, or the rows of one episode differ.
+        BatchError: (when called) the number of weights differs from that of rewards, or the rows of one episode differ.
         NotFinite: (when called) one of the rewards of a valid row is NaN or infinite.
 
     Source: https://arxiv.org/abs/2601.05242, eq. 4 to 7.

@@ -84,7 +84,7 @@ def explained_variance(batch: Batch) -> Mean:
         A metric of weight 1, or of weight 0 where all returns are equal and there is nothing to explain.
 
     Raises:
-        MissingColumn: the batch lacks one of them.
+        MissingColumn: the batch lacks a column.
 
     Source: as in OpenAI Baselines, for https://arxiv.org/abs/1707.06347.
 

@@ -49,7 +49,7 @@ def from_rewards(fn: GroupFunction) -> Estimator:
 
     Returns:
         ``batch -> [B, T]``, in the dtype of ``rewards``; 0 on invalid rows and outside ``loss_mask``. It reads
-        ``rewards``, ``group_ids``, ``loss_mask`` and, where they are there, ``valid`` and ``episode_ids``.
+        ``rewards``, ``group_ids``, ``loss_mask`` and, if present, ``valid`` and ``episode_ids``.
 
     Raises:
         MissingColumn: (when called) the batch lacks one of the first three.
@@ -152,7 +152,7 @@ def from_token_rewards(gamma: float = 1.0) -> Estimator:
 
     Returns:
         ``batch -> [B, T]``, 0 on invalid rows and outside ``loss_mask``. It reads ``token_rewards``, ``loss_mask`` and,
-        where they are there, ``valid``, ``episode_ids`` and ``turns``.
+        if present, ``valid``, ``episode_ids`` and ``turns``.
 
     Raises:
         ValueError: ``gamma`` is outside [0, 1].
@@ -194,7 +194,7 @@ def episode_gae(batch: Batch, *, gamma: float, lam: float) -> tuple[Tensor, Tens
         Advantages and returns, each ``[B, T]``, 0 on invalid rows and outside ``loss_mask``. Without gradient.
 
     Raises:
-        MissingColumn: the batch lacks one of them.
+        MissingColumn: the batch lacks a column.
         BatchError: the turns of an episode's rows do not say their order.
         NotFinite: a token reward or a value of a trained token is NaN or infinite.
         ValueError: ``gamma`` or ``lam`` is outside [0, 1].
@@ -271,7 +271,7 @@ def reinforce_plus_plus(batch: Batch) -> Tensor:
         ``[B, T]``, 0 on invalid rows and outside ``loss_mask``.
 
     Raises:
-        MissingColumn: the batch lacks one of them.
+        MissingColumn: the batch lacks a column.
         NotFinite: a token reward of a valid row is NaN or infinite.
 
     Source: https://arxiv.org/abs/2501.03262v9, eq. 4 and 5.
@@ -305,7 +305,7 @@ def on_policy_distillation(batch: Batch) -> Tensor:
         ``[B, T]``, 0 on invalid rows and outside ``loss_mask``; exactly 0 where both agree.
 
     Raises:
-        MissingColumn: the batch lacks one of them.
+        MissingColumn: the batch lacks a column.
         NotFinite: a log-probability of a trained token is NaN or infinite, as under a teacher that rules a token out.
 
     Source: K. Lu, On-Policy Distillation (2025), https://thinkingmachines.ai/blog/on-policy-distillation; MOPD,
@@ -336,7 +336,7 @@ def weighted_sum(*terms: tuple[float, Estimator]) -> Estimator:
         ``batch -> [B, T]``.
 
     Raises:
-        ValueError: there are no terms, or a coefficient is not finite.
+        ValueError: no terms are given, or a coefficient is not finite.
         TypeError: a term is not such a pair.
 
     >>> import torch

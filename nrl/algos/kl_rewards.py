@@ -74,8 +74,8 @@ def token_rewards(batch: Batch, penalty: Penalty | None = None) -> Batch:
         penalty: ``(logprobs, batch) -> [B, T]``, such as ``kl(k1, 0.01)``; None: no penalty.
 
     Raises:
-        MissingColumn: the batch lacks one of them.
-        BatchError: there are several rewards a row, the rows of an episode differ in theirs, or their turns do not say
+        MissingColumn: the batch lacks a column.
+        BatchError: a row has several rewards, the rows of an episode differ in theirs, or their turns do not say
             their order.
         NotFinite: a reward or log-probability of a valid row is NaN or infinite.
 
@@ -120,8 +120,8 @@ def penalized_rewards(batch: Batch, penalty: Penalty) -> Batch:
         penalty: ``(logprobs, batch) -> [B, T]``, such as ``kl(k1, 0.05)``.
 
     Raises:
-        MissingColumn: the batch lacks one of them.
-        BatchError: there are several rewards a row.
+        MissingColumn: the batch lacks a column.
+        BatchError: a row has several rewards.
         NotFinite: a reward or log-probability of a valid row is NaN or infinite.
 
     Source: Ahmadian et al., Back to Basics, https://arxiv.org/abs/2402.14740, section 2.

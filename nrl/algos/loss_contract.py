@@ -114,7 +114,7 @@ def episode_shares(batch: Batch) -> Tensor:
     whole batch, where an episode has several rows. So this is right in every part of it, and on any whole batch.
 
     Args:
-        batch: ``[*B]``, has ``loss_mask`` and, where they are there, ``episode_shares`` or ``episode_ids``; without
+        batch: ``[*B]``, has ``loss_mask`` and, if present, ``episode_shares`` or ``episode_ids``; without
             these a row is an episode.
 
     Returns:
@@ -359,7 +359,7 @@ def add(*terms: tuple[float, Loss]) -> Loss:
         A loss with one `Mean` a term, its total already times the coefficient. It needs the outputs of its terms.
 
     Raises:
-        ValueError: there are no terms, or a coefficient is not finite.
+        ValueError: no terms are given, or a coefficient is not finite.
         TypeError: a term is not such a pair.
 
     >>> import torch

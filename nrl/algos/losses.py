@@ -279,7 +279,7 @@ reinforce_loss = named(
 
         -1/B Σ_i Σ_t A_{i,t} log π_θ(y_{i,t} | y_{i,<t})
 
-    Reads ``advantages``, ``loss_mask``, and for a metric ``old_logprobs`` where it is there. The gradient is that of
+    Reads ``advantages``, ``loss_mask``, and for a metric ``old_logprobs`` if present. The gradient is that of
     the log-probability of a row, a sum over its tokens. A mean over tokens would be another method. The methods differ
     in their advantages: `leave_one_out`, `greedy_baseline` and `optimal_baseline`.
 

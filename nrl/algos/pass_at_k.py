@@ -68,7 +68,7 @@ def majority(passed: Tensor, group_ids: Tensor, answers: Sequence[Hashable | Non
     Args:
         passed: ``[B]`` bool.
         group_ids: ``[B]`` int64; in any order, groups of any size.
-        answers: of each row, as something that can be compared, such as a text; None: it has none.
+        answers: of each row, as a comparable value, for example a text; None: no answer.
 
     Returns:
         A mean whose weight is the number of groups.

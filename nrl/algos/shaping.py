@@ -118,7 +118,7 @@ def overlong_penalty(limit: int, buffer: int) -> Shaping:
         buffer: how many of these, at the end, are punished; between 1 and ``limit``.
 
     Returns:
-        ``batch -> batch``. It reads ``rewards``, ``loss_mask`` and, where they are there, ``valid`` and
+        ``batch -> batch``. It reads ``rewards``, ``loss_mask`` and, if present, ``valid`` and
         ``episode_ids``.
 
     Raises:
@@ -207,7 +207,7 @@ def length_penalty(weight: float, threshold: float = 0.0) -> Shaping:
         threshold: the reward above which an answer is right.
 
     Returns:
-        ``batch -> batch``. It reads ``rewards``, ``group_ids``, ``loss_mask`` and, where they are there, ``valid`` and
+        ``batch -> batch``. It reads ``rewards``, ``group_ids``, ``loss_mask`` and, if present, ``valid`` and
         ``episode_ids``.
 
     Raises:
@@ -253,7 +253,7 @@ def mask_truncated(batch: Batch) -> Batch:
         batch: has ``truncated`` and ``loss_mask``. An episode is truncated if one of its valid rows is.
 
     Raises:
-        MissingColumn: the batch lacks one of them.
+        MissingColumn: the batch lacks a column.
 
     Source: DAPO, https://arxiv.org/abs/2503.14476, section 3.4.
 
@@ -276,7 +276,7 @@ def mask_greedy(batch: Batch) -> Batch:
         batch: has ``temperature`` and ``loss_mask``.
 
     Raises:
-        MissingColumn: the batch lacks one of them.
+        MissingColumn: the batch lacks a column.
 
     Source: Li et al., ReMax, https://arxiv.org/abs/2310.10505.
 
@@ -305,7 +305,7 @@ def top_entropy(fraction: float) -> Shaping:
         fraction: in (0, 1]; 0.2 in the paper.
 
     Returns:
-        ``batch -> batch``. It reads ``entropy``, ``loss_mask`` and, where it is there, ``valid``.
+        ``batch -> batch``. It reads ``entropy``, ``loss_mask`` and, if present, ``valid``.
 
     Raises:
         ValueError: ``fraction`` is not in (0, 1].
@@ -346,7 +346,7 @@ def keep_at_least(threshold: float) -> Shaping:
         threshold: the smallest reward to keep.
 
     Returns:
-        ``batch -> batch``, with ``valid``. It reads ``rewards`` and, where it is there, ``valid``.
+        ``batch -> batch``, with ``valid``. It reads ``rewards`` and, if present, ``valid``.
 
     Raises:
         ValueError: ``threshold`` is NaN.
@@ -385,8 +385,8 @@ def keep_best(batch: Batch) -> Batch:
         The batch with ``valid``.
 
     Raises:
-        MissingColumn: the batch lacks one of them.
-        BatchError: there are several rewards a row.
+        MissingColumn: the batch lacks a column.
+        BatchError: a row has several rewards.
         NotFinite: the reward of a valid row is NaN or infinite.
 
     Source: Dong et al., RAFT, https://arxiv.org/abs/2304.06767.

@@ -100,7 +100,7 @@ def mismatched(batch: Batch) -> Batch:
 
     Raises:
         MissingColumn: the batch lacks a column.
-        BatchError: it is one of pairs.
+        BatchError: the batch has pairs.
 
     Source: KTO, https://arxiv.org/abs/2402.01306v4, section 4.1, j = (i + 1) mod m. TRL takes the answer to the
     previous prompt.

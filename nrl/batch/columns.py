@@ -235,7 +235,7 @@ def kind_of(name: str, value: Any, dim: int, width: int | None, caller: str) -> 
         name: of the column.
         value: the column.
         dim: the number of dimensions of the batch size.
-        width: how many tokens wide the batch is; None: it has none.
+        width: width of the batch in tokens; None: no column is per token.
         caller: how errors name the caller.
 
     Raises:

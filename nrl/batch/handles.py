@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_map
 
 from nrl.errors import MutatedBatch
 
-__all__ = ["ColumnHandle", "Part", "fill_column", "handle_of", "handles_of", "stand_ins", "without_handles"]
+__all__ = ["ColumnHandle", "ColumnPart", "fill_column", "handle_of", "handles_of", "stand_ins", "without_handles"]
 
 
-class Part(NamedTuple):
+class ColumnPart(NamedTuple):
     """The part of a column that comes from one source.
 
     Args:
@@ -40,10 +40,10 @@ class ColumnHandle(Tensor):
     Taking rows, joining, cutting and padding make other handles. Everything else fetches the numbers.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[ColumnPart, ...]
 
     @staticmethod
-    def __new__(cls, parts: Sequence[Part], shape: Sequence[int], dtype: torch.dtype) -> "ColumnHandle":
+    def __new__(cls, parts: Sequence[ColumnPart], shape: Sequence[int], dtype: torch.dtype) -> "ColumnHandle":
         """Create a tensor of this shape without memory."""
         handle: ColumnHandle = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
         handle.parts = tuple(part for part in parts if len(part.rows))
@@ -104,10 +104,12 @@ def handle_of(value: Any) -> Any:
     if isinstance(value, Tensor) or like is None or not value.rows:
         return value
     rows = torch.arange(len(like))
-    return ColumnHandle([Part(value, rows, rows, tuple(like.shape[1:]))], like.shape, like.dtype)
+    return ColumnHandle([ColumnPart(value, rows, rows, tuple(like.shape[1:]))], like.shape, like.dtype)
 
 
-def fill_column(shape: Sequence[int], dtype: torch.dtype, parts: Sequence[Part], values: Sequence[Tensor]) -> Tensor:
+def fill_column(
+    shape: Sequence[int], dtype: torch.dtype, parts: Sequence[ColumnPart], values: Sequence[Tensor]
+) -> Tensor:
     """Assemble a column from the rows of its parts.
 
     Args:
@@ -116,7 +118,7 @@ def fill_column(shape: Sequence[int], dtype: torch.dtype, parts: Sequence[Part],
         parts: of it.
         values: for each part, its rows of the source. One that is the whole column is returned as it is.
 
-    >>> part = Part(None, torch.tensor([4, 7]), torch.tensor([1, 0]), (1,))
+    >>> part = ColumnPart(None, torch.tensor([4, 7]), torch.tensor([1, 0]), (1,))
     >>> fill_column([2, 3], torch.int64, [part], [torch.tensor([[5, 9], [6, 9]])])
     tensor([[6, 0, 0],
             [5, 0, 0]])
@@ -197,7 +199,7 @@ def _slice_column(
         return None
     size = len(range(column.shape[axis])[:end])
 
-    def cut_part(part: Part) -> Part:
+    def cut_part(part: ColumnPart) -> ColumnPart:
         tail = list(part.tail)
         tail[axis - 1] = min(size, tail[axis - 1])
         return part._replace(tail=tuple(tail))
@@ -214,7 +216,7 @@ def _join_columns(columns: Sequence[Tensor], dim: int = 0) -> ColumnHandle | Non
         if not isinstance(first, ColumnHandle) or first.dtype != template.dtype or any(map(_says_more, padding)):
             return None
         return ColumnHandle(first.parts, template.shape, template.dtype)
-    parts_by_source: dict[Any, list[Part]] = {}
+    parts_by_source: dict[Any, list[ColumnPart]] = {}
     begin = 0
     for column in columns:
         if not isinstance(column, ColumnHandle) or column.dtype != template.dtype:
@@ -225,7 +227,9 @@ def _join_columns(columns: Sequence[Tensor], dim: int = 0) -> ColumnHandle | Non
             )
         begin += len(column)
     parts = [
-        Part(group[0].source, torch.cat([x.rows for x in group]), torch.cat([x.places for x in group]), group[0].tail)
+        ColumnPart(
+            group[0].source, torch.cat([x.rows for x in group]), torch.cat([x.places for x in group]), group[0].tail
+        )
         for group in parts_by_source.values()
     ]
     return ColumnHandle(parts, template.shape, template.dtype)

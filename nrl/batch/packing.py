@@ -64,7 +64,7 @@ def pack(
             attention costs in this form.
 
     Raises:
-        MissingColumn: there are no ``input_ids``.
+        MissingColumn: the batch has no ``input_ids``.
 
     >>> batch = TensorDict({"input_ids": torch.tensor([[5, 6, 7], [5, 6, 9]])}, batch_size=[2])
     >>> pack(batch).input_ids.tolist()

@@ -315,7 +315,7 @@ def concatenate(batches: Sequence[TensorDict]) -> Batch:
     ``info``) are NaN elsewhere, as in the rows of one rollout.
 
     Raises:
-        BatchError: there are no batches, or one lacks a column that has no default.
+        BatchError: ``batches`` is empty, or a batch lacks a column without a default.
 
     >>> a = Batch({"input_ids": torch.tensor([[5, 6]])}, batch_size=[1])
     >>> b = Batch({"input_ids": torch.tensor([[7]]), "valid": torch.tensor([False])}, batch_size=[1])

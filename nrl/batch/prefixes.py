@@ -28,18 +28,18 @@ _PART_COST = 500
 def common_prefixes(
     ids: np.ndarray, sizes: np.ndarray, media: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Put rows into sets that begin alike, so that laying out each set's common first tokens once saves much.
+    """Group rows by common first tokens, to compute the common tokens of each set once.
 
-    Sorted rows with the first k tokens in common are neighbours, so the candidates form a tree. A set either shares the
-    k tokens that all of its rows have in common, which saves ``(rows - 1) * k``, or falls into smaller sets that share
-    more each, whichever saves more. The tree is built from its leaves, joining the two neighbours that have the most
-    in common. So no single k would save more for all rows.
+    Sorted rows with the first k tokens in common are neighbours, hence the candidates form a tree. A set either
+    shares the k tokens common to all of its rows and saves ``(rows - 1) * k``, or is split into smaller sets with
+    longer common beginnings, whichever saves more. The tree is built from its leaves by joining the two neighbours
+    with the longest common beginning. No single k would save more for all rows.
 
     Args:
         ids: ``[B, T]`` integers, right-padded, as from `routed_tokens`.
         sizes: ``[B]`` integers, the tokens of each row that count.
-        media: ``[B]`` integers, different where what stands for tokens that are not text differs: equal tokens of such
-            rows are not the same beginning. None: there is nothing of the kind.
+        media: ``[B]`` integers, different for rows with different media: equal tokens of these rows are not the same
+            beginning. None: no media.
 
     Returns:
         stem: ``[B]`` int64, a row of the same set, the same one for the whole set.

@@ -48,7 +48,7 @@ def check_batch(caller: str, batch: Any) -> None:
     """Check that an argument ``batch`` is one.
 
     Raises:
-        ArgumentError: it is not.
+        ArgumentError: the argument is no batch.
 
     >>> check_batch("assign", {"rewards": torch.ones(2)})
     Traceback (most recent call last):
@@ -63,10 +63,10 @@ tensor for each column
 def assign(batch: TensorDict, **columns: Any) -> Batch:
     """Add or replace columns: the only way to change a batch, and it returns a new one.
 
-    Waits for values that have ``.result()``, but for heavy columns that other processes compute: of these the batch has
-    a handle, which meshes open, and whose numbers come here only if somebody computes with them. Columns are constants:
-    they are detached, and share memory with the given tensors, so do not write into these afterwards. Rows that
-    ``valid`` marks false have their ``loss_mask`` cleared, whichever of the two is assigned.
+    Waits for values with ``.result()``, except heavy columns of other processes: for these the batch has a handle,
+    opened by meshes, and numbers are fetched only for computing in this process. Columns are constants: detached
+    tensors in the memory of the given ones, so do not write into these afterwards. Rows with a false ``valid`` have
+    their ``loss_mask`` cleared, whichever of the two is assigned.
 
     Args:
         batch: any TensorDict; it is left as it is.

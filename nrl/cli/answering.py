@@ -24,7 +24,7 @@ from nrl.envs.endpoint.fields import Unusable
 from nrl.envs.endpoint.sessions import KeptConversations
 from nrl.errors import ClusterError, DataError, DeadlineExceeded, GenerationError, LostRequest, ModelError
 from nrl.rollout.conversations import Conversation
-from nrl.rollout.sampler_client import Limits, truncate
+from nrl.rollout.sampler_client import TurnLimits, truncate
 from nrl.runtime.threads import Daemons
 
 __all__ = ["SamplerAnswers"]
@@ -158,7 +158,7 @@ class SamplerAnswers:
                 coming.cancel()
         return [chat.add_turn(promise, [*tokens, *promise.token_ids.tolist()]) for promise in completions]
 
-    def _sampling(self, fields: Mapping[str, Any], limits: Limits) -> tuple[Sampling, int]:
+    def _sampling(self, fields: Mapping[str, Any], limits: TurnLimits) -> tuple[Sampling, int]:
         """Return sampling and seed of a request; other fields are the sampler's, and an absent seed is random."""
         overrides = {name: fields[name] for name in ("temperature", "top_p", "top_k") if name in fields}
         max_new_tokens = (

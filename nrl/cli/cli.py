@@ -16,7 +16,7 @@ __all__ = ["main"]
 type _Handler = Callable[[argparse.Namespace], object]
 
 
-class _Parser(argparse.ArgumentParser):
+class _CommandParser(argparse.ArgumentParser):
     """Its errors show what there is to choose from: a line of usage says no more than COMMAND."""
 
     def error(self, message: str) -> NoReturn:
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     >>> main(["report", "/nowhere"])
     2
     """
-    parser = _Parser(prog="nrl", description="A composable functional library for LLM post-training.")
+    parser = _CommandParser(prog="nrl", description="A composable functional library for LLM post-training.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser("report", help="write OUT/report.html, one page that shows the run or the evaluation")
     command.add_argument("out", metavar="OUT", help="its folder")

@@ -26,7 +26,7 @@ from rich.table import Table
 from nrl import data
 from nrl.backends import SAMPLERS, Model, Sampler, Sampling, load_tokenizer, openai
 from nrl.batch.metrics import Mean, Metrics, finalize, merge, over_something, prefixed
-from nrl.cli import evaluation_folder, evaluation_report, rescore
+from nrl.cli import evaluation_folder, evaluation_report, rescoring
 from nrl.cli.evaluation_folder import MARK, digest, digest_of_files, read_config
 from nrl.cli.evaluation_settings import OF_SAMPLING, Evaluation
 from nrl.envs import Task
@@ -60,7 +60,7 @@ def main(cfg: Evaluation, envs: Environments) -> Metrics:
     """
     stored, model = None, None
     if cfg.rescore is not None:
-        stored = rescore.open_results(
+        stored = rescoring.open_results(
             cfg.rescore, cfg.env, envs.each, None if cfg.tasks is None else _read_tasks(cfg, envs)
         )
         tasks, n = list(stored.tasks), stored.samples

@@ -38,7 +38,7 @@ def choose_folder(cfg: Any) -> Path:
     """The folder that an evaluation's configuration names, or a new one.
 
     Raises:
-        ConfigError: it is a file, or holds something else than an evaluation.
+        ConfigError: the folder is a file, or holds other files than an evaluation's.
     """
     out = folder.location(cfg, "eval")
     content = sorted(path.name for path in out.glob("[!.]*")) if out.exists() else []
@@ -64,7 +64,7 @@ def write_config(out: Path, cfg: Any, digests: Mapping[str, Any], unread: Sequen
         unread: settings that have no part in the evaluation, and are left out.
 
     Raises:
-        ConfigError: it does.
+        ConfigError: the folder holds another evaluation.
     """
     shown = config.dump(cfg, lambda all: redacted({key: all[key] for key in all if key not in unread}))
     text = shown + yaml.safe_dump(dict(digests))

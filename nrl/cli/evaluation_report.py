@@ -61,7 +61,7 @@ def report(folder: Path) -> Path:
     """Write ``report.html`` into the folder of an evaluation that has ended.
 
     Raises:
-        DataError: it has not ended.
+        DataError: the evaluation has not ended.
     """
     paths = [folder / "metrics.json", folder / "tasks.jsonl"]
     if not all(path.is_file() for path in paths):

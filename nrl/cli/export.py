@@ -43,7 +43,7 @@ def main(cfg: Export) -> Path:
     """Export, and return the folder that was written.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or no such value in it, or what it has cannot be exported so.
+        CheckpointError: the checkpoint or the value does not exist, or the value cannot be exported.
     """
     root, source = _find_checkpoint(to_folder(cfg.run), cfg.checkpoint)
     folder, target = source / cfg.value, root / "model"

@@ -90,8 +90,8 @@ def main(cfg: Serving, ready: Callable[[str], Any] = print) -> None:
         ready: is told, once clients can ask, what they need.
 
     Raises:
-        ConfigError: an argument of the sampler is unknown; or other machines could reach it, and there is no token.
-        ModelError: there is no such model.
+        ConfigError: an argument of the sampler is unknown; or other machines reach the server, and no token is set.
+        ModelError: the model does not exist.
         OSError: the port is taken.
     """
     token = cfg.token

@@ -31,7 +31,7 @@ import yaml
 from nrl.config._usage import usage
 from nrl.config._yaml import Problems, Word, mapping, parse, write
 from nrl.config.expansion import expand_variables
-from nrl.config.layers import Layer, explain, merge_values, read_file
+from nrl.config.layers import ConfigLayer, explain, merge_values, read_file
 from nrl.config.structure import fields, structure
 from nrl.errors import ConfigError
 
@@ -157,7 +157,7 @@ def dump(config: Any, mask: Callable[[Any], Any] | None = None) -> str:
         YAML text that readers of YAML 1.1 and 1.2 agree about.
 
     Raises:
-        ConfigError: it is not an attrs instance, or holds a value that YAML has no plain form for.
+        ConfigError: ``config`` is no attrs instance, or holds a value without a plain form in YAML.
 
     >>> @attrs.frozen
     ... class Config:
@@ -204,10 +204,10 @@ def given_keys(cls: type, args: Sequence[str]) -> frozenset[str]:
     return frozenset(keys)
 
 
-def _layers(cls: type, args: Sequence[str]) -> tuple[list[Layer], list[str]]:
+def _layers(cls: type, args: Sequence[str]) -> tuple[list[ConfigLayer], list[str]]:
     """Read the settings of the files, then of the pairs; return them and their problems."""
-    files: list[Layer] = []
-    pairs: list[Layer] = []
+    files: list[ConfigLayer] = []
+    pairs: list[ConfigLayer] = []
     problems: list[str] = []
     config_is_file = all(field.alias != "config" for field in fields(cls))
     for arg in args:
@@ -218,13 +218,13 @@ def _layers(cls: type, args: Sequence[str]) -> tuple[list[Layer], list[str]]:
             values: Any = Word(text)
             for part in reversed(key.split(".")):
                 values = {Word(part): values}
-            pairs.append(Layer("the command line", values))
+            pairs.append(ConfigLayer("the command line", values))
             if not all(key.split(".")):
                 problems.append(f"{arg}: a part of the key is empty; write key=value or key.sub=value")
         else:
             path = text if equals and key == "config" else arg
             try:
-                files.append(Layer(path, read_file(Path(path))))
+                files.append(ConfigLayer(path, read_file(Path(path))))
             except OSError as error:
                 problems.append(f"{path}: cannot be read: {error.strerror}")
             except ValueError as error:  # TOML or UTF-8 that cannot be decoded

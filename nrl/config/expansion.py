@@ -28,7 +28,7 @@ def expand_variables(value: Any) -> Any:
         value: mappings, lists and scalars.
 
     Raises:
-        Problems: there is no such environment variable, and no default for it.
+        Problems: an environment variable is not set and has no default.
 
     >>> import os
     >>> os.environ["RUNS"] = "/data/runs"
@@ -93,10 +93,10 @@ def variable_value(body: str, expand: Callable[[str], str]) -> str:
 
     Args:
         body: what stands within the reference, such as ``"oc.env:NAME,default"``.
-        expand: expands a default, which is looked at only where there is no such variable.
+        expand: expands the default, if the variable is not set.
 
     Raises:
-        KeyError: there is no such variable, and no default; its argument is the name.
+        KeyError: the variable is not set and has no default; its argument is the name.
 
     >>> variable_value("oc.env:NOT_SET, ${b}", str.upper)
     '${B}'

@@ -10,12 +10,12 @@ from nrl.config._usage import keys
 from nrl.config._yaml import Problems, Word, mapping, parse
 from nrl.config.structure import Unknown, describe_value
 
-__all__ = ["Layer", "explain", "is_file_name", "merge_values", "read_file"]
+__all__ = ["ConfigLayer", "explain", "is_file_name", "merge_values", "read_file"]
 
 _SUFFIXES = (".yaml", ".yml", ".toml")
 
 
-class Layer(NamedTuple):
+class ConfigLayer(NamedTuple):
     """Some values, and where they come from."""
 
     source: str
@@ -35,7 +35,7 @@ def read_file(path: Path) -> Any:
     """Read the mapping of a YAML or TOML file.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
         ValueError: TOML or UTF-8 that cannot be decoded.
         Problems: YAML that is not valid, or no mapping.
     """
@@ -62,7 +62,7 @@ def merge_values(base: Any, over: Any) -> Any:
     return {**old, **{key: merge_values(old[key], value) if key in old else value for key, value in new.items()}}
 
 
-def explain(cls: type, path: tuple[Any, ...], text: str, layers: Sequence[Layer]) -> str:
+def explain(cls: type, path: tuple[Any, ...], text: str, layers: Sequence[ConfigLayer]) -> str:
     """Describe a problem in one line: key, text, source."""
     dotted = ".".join(map(str, path))
     if isinstance(text, Unknown):
@@ -79,7 +79,7 @@ def explain(cls: type, path: tuple[Any, ...], text: str, layers: Sequence[Layer]
     return f"{dotted}: {text}{origin}" if dotted else text
 
 
-def _origin(path: tuple[Any, ...], layer: Layer) -> str:
+def _origin(path: tuple[Any, ...], layer: ConfigLayer) -> str:
     """Return source and line of a value, if this layer sets it; else empty."""
     value, line = layer.values, None
     for key in path:

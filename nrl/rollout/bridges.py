@@ -22,16 +22,16 @@ from nrl.data.templates import render_chat, templated
 from nrl.data.turn_ends import special_tokens
 from nrl.errors import DataError
 
-__all__ = ["FORKS", "Extension", "Fork", "Reason", "Sampled", "bridge", "continues", "count_common", "extend"]
+__all__ = ["FORKS", "Extension", "Reason", "Sampled", "TraceFork", "bridge", "continues", "count_common", "extend"]
 
 type Reason = Literal["rewritten", "retried", "template"]
-"""Why a trace forks; see `Fork`."""
+"""Why a trace forks; see `TraceFork`."""
 
 FORKS: tuple[str, ...] = ("", *get_args(Reason.__value__))
 """Why a row of an episode began, in the order in which the column ``forked`` numbers them; empty: it is the first."""
 
 
-class Fork(NamedTuple):
+class TraceFork(NamedTuple):
     """Reason for which token ids cannot be appended to a trace.
 
     Args:
@@ -41,7 +41,7 @@ class Fork(NamedTuple):
         at: how many messages of the history are still true.
         details: description of the difference, in words.
 
-    >>> Fork("retried", 1, "the messages are the first 1 of the history's 2").reason
+    >>> TraceFork("retried", 1, "the messages are the first 1 of the history's 2").reason
     'retried'
     """
 
@@ -82,10 +82,10 @@ class Extension(NamedTuple):
 
     num_kept: int
     appended: list[int]
-    fork: Fork | None
+    fork: TraceFork | None
 
 
-def continues(history: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]) -> int | Fork:
+def continues(history: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]) -> int | TraceFork:
     """Check whether messages begin with a history, word for word.
 
     Fields that are None or an empty list say nothing, as clients add them to messages that they send back.
@@ -95,7 +95,7 @@ def continues(history: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[s
         messages: a whole conversation.
 
     Returns:
-        How many messages are the history's, which is all of it; a `Fork` where one was changed or is missing.
+        How many messages are the history's, which is all of it; a `TraceFork` where one was changed or is missing.
 
     >>> history = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     >>> continues(history, [*history, {"role": "user", "content": "Sure?"}])
@@ -107,9 +107,11 @@ def continues(history: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[s
     if num_common == len(history):
         return num_common
     if num_common == len(messages):
-        return Fork("retried", num_common, f"the messages are the first {num_common} of the history's {len(history)}")
+        return TraceFork(
+            "retried", num_common, f"the messages are the first {num_common} of the history's {len(history)}"
+        )
     differing = ", ".join(sorted(_iter_differences(history[num_common], messages[num_common])))
-    return Fork("rewritten", num_common, f"message {num_common} has another {differing} than the history's")
+    return TraceFork("rewritten", num_common, f"message {num_common} has another {differing} than the history's")
 
 
 def count_common(first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str, Any]]) -> int:
@@ -132,7 +134,7 @@ def bridge(
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
     max_tokens: int | None = None,
-) -> list[int] | Fork:
+) -> list[int] | TraceFork:
     """Return the token ids to append behind a sampled turn, so that the model answers new messages.
 
     They begin with the token that ends a turn, if the turn was cut or ended by another one. If it was cut in reasoning
@@ -148,9 +150,9 @@ def bridge(
         max_tokens: how many ids are wanted; None: all. Longer messages are not encoded to their end.
 
     Returns:
-        At least one id; or a `Fork` of reason ``"template"``, if the template does not write the conversation before
-        the turn as it did when the turn was asked for, if it leaves out words of the turn (white space does not count),
-        or if it ends the turn with another token once others follow.
+        At least one id; or a `TraceFork` of reason ``"template"``, if the template writes the conversation before the
+        turn differently than in the prompt of the turn, if it leaves out words of the turn (white space does not
+        count), or if it ends the turn with another token once new messages follow.
 
     Raises:
         DataError: messages without a role, a history that does not end with the assistant's, nothing new, new messages
@@ -222,7 +224,7 @@ def extend(
     of the fork leaves them out.
 
     Args:
-        tokens: the trace's; empty: there is none yet.
+        tokens: the trace's; empty: a new trace.
         history: its messages; the last is the assistant's.
         turns: which of its messages were sampled, in order; the last message is the last of them.
         messages: the whole conversation; the last is not the assistant's.
@@ -260,14 +262,14 @@ def extend(
             f"{len(tokens)}; give the trace as it was when its last turn had been sampled"
         )
     num_common = continues(history, messages)
-    fork = num_common if isinstance(num_common, Fork) else None
+    fork = num_common if isinstance(num_common, TraceFork) else None
     for turn in reversed(turns):
         end = turn.message + 1
         if fork is not None and end > fork.num_messages:
             continue
         sampled = tokens[turn.start : turn.stop]
         appended = bridge(sampled, history[:end], messages[end:], tokenizer, tools=tools, max_tokens=max_tokens)
-        if not isinstance(appended, Fork):
+        if not isinstance(appended, TraceFork):
             return Extension(turn.stop, appended, fork)
         fork = fork or appended
     messages_in_form = to_template_form(messages, tokenizer, tools)
@@ -389,8 +391,8 @@ def _remove_spaces(text: str) -> str:
     return "".join(unicodedata.normalize("NFC", text).split())
 
 
-def _make_template_fork(history: Sequence[Mapping[str, Any]], details: str) -> Fork:
-    return Fork("template", len(history) - 1, f"once new messages follow, the chat template writes {details}")
+def _make_template_fork(history: Sequence[Mapping[str, Any]], details: str) -> TraceFork:
+    return TraceFork("template", len(history) - 1, f"once new messages follow, the chat template writes {details}")
 
 
 def _difference(before: str, after: str) -> str:

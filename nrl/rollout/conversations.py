@@ -16,14 +16,14 @@ from nrl.envs.policy_inputs import read_observation
 from nrl.envs.replies import Reply, opening_mark, split_reasoning
 from nrl.envs.tools import Tool, parse, tool_format
 from nrl.errors import EnvError, ModelError
-from nrl.rollout.bridges import Extension, Fork, Sampled, count_common, extend
-from nrl.rollout.sampler_client import NO_LIMITS, Limits
+from nrl.rollout.bridges import Extension, Sampled, TraceFork, count_common, extend
+from nrl.rollout.sampler_client import NO_LIMITS, TurnLimits
 
 __all__ = ["Conversation"]
 
 
 @attrs.frozen
-class _Row:
+class _ConversationRow:
     """A row of an episode as messages.
 
     Args:
@@ -60,12 +60,12 @@ class Conversation:
         self._parses_turns = len(tools) > 0  # whether turns are taken apart
         self._with_ids = False  # whether they have the ids that they are made of
         self._turn_messages: list[Mapping[str, Any]] = []  # the message of each turn
-        self._rows: list[_Row] = []  # the last is the one that goes on
+        self._rows: list[_ConversationRow] = []  # the last is the one that goes on
         self._opened = ""  # the reasoning mark that ends the prompt, as some templates write it
         if isinstance(prompt, Mapping):
             if tools:
                 raise EnvError("the environment's prompt is a request, and there are tools besides; put them into it")
-            self._rows = [_Row([], [], None, chat=True)]
+            self._rows = [_ConversationRow([], [], None, chat=True)]
             return
         if tools and isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
@@ -73,7 +73,7 @@ class Conversation:
         if tools and not chat:
             raise EnvError("the environment has tools, and its prompt is token ids; give text or messages")
         self._offer([tool.schema for tool in tools] or None)
-        self._rows = [_Row(list(prompt) if chat else [], [], self._schemas, chat)]
+        self._rows = [_ConversationRow(list(prompt) if chat else [], [], self._schemas, chat)]
 
     def _offer(self, schemas: list[Any] | None) -> None:
         """Offer these tools to the policy from here on."""
@@ -86,7 +86,7 @@ class Conversation:
         self._offer(list(request["tools"]) or None)
         self.is_request = self._parses_turns = True
         self._with_ids = bool(request.get("ids"))
-        self.limits = Limits(tuple(request.get("stop", ())), request.get("max_new_tokens"))
+        self.limits = TurnLimits(tuple(request.get("stop", ())), request.get("max_new_tokens"))
         return [self._resolve_turn(message) for message in request["messages"]]
 
     def _resolve_turn(self, message: Any) -> Any:
@@ -211,10 +211,14 @@ class Conversation:
         else:
             extension = extend([], [], [], messages, self._tokenizer, **options)
             reason = "other tools were offered" if row.chat else "what came before is no chat"
-            extension = extension._replace(fork=Fork("rewritten", 0, reason))
+            extension = extension._replace(fork=TraceFork("rewritten", 0, reason))
         turns = [turn for turn in row.turns if turn.stop <= extension.num_kept]
         other_rows = [other for other in self._rows if other is not row]
-        self._rows = [*other_rows, *([row] if extension.fork else []), _Row(messages, turns, self._schemas, chat=True)]
+        self._rows = [
+            *other_rows,
+            *([row] if extension.fork else []),
+            _ConversationRow(messages, turns, self._schemas, chat=True),
+        ]
         self._opened = self._opening(extension.appended)
         return row_index, extension
 

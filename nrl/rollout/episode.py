@@ -34,14 +34,14 @@ from nrl.envs.user_code.calls import Caller, calling
 from nrl.envs.user_code.errors import Failed
 from nrl.errors import DataError, EnvError, ExecutableError, LostRequest, ModelError
 from nrl.log import error_text
-from nrl.rollout.bridges import Fork
+from nrl.rollout.bridges import TraceFork
 from nrl.rollout.conversations import Conversation
 from nrl.rollout.lengths import least_tokens
 
 __all__ = ["Episode", "Generate", "earn", "play", "record_failure", "run_episode"]
 
 type Generate = Callable[..., Awaitable[Completion]]
-"""Continue token ids with the policy; a second argument are `nrl.rollout.sampler_client.Limits`, if there are some."""
+"""Continue token ids with the policy; an optional second argument is `nrl.rollout.sampler_client.TurnLimits`."""
 
 _OF_A_ROW = (
     *("token_ids", "sampled", "turn_of", "logprobs", "versions", "turn_rewards"),
@@ -89,7 +89,7 @@ class Episode:
     turn_components: dict[int, dict[str, float]] = attrs.field(factory=dict)
     drawn: int = 0
     earlier: list["Episode"] = attrs.field(factory=list)
-    forked: Fork | None = None
+    forked: TraceFork | None = None
     status: Status = "ok"
     cut: bool = False
     truncated: bool = False
@@ -175,7 +175,7 @@ class Episode:
             known = completion.routes[:0] if self.routes is None else self.routes
             self.routes = torch.cat([known, completion.routes[len(known) :]])
 
-    def fork(self, kept: int, appended: Sequence[int], why: Fork) -> None:
+    def fork(self, kept: int, appended: Sequence[int], why: TraceFork) -> None:
         """Begin another row, with some of this one's tokens, which are not trained on once more."""
         self.earlier.append(attrs.evolve(self, earlier=[]))
         self.token_ids, self.routes = self.token_ids[:kept], None if self.routes is None else self.routes[:kept]

@@ -34,28 +34,27 @@ class Graded:
 
     Args:
         prompt: the task's.
-        answer: the task's right answer; None: it has none.
-        samples: texts; of an episode of several turns, what the policy wrote last.
-        rewards: of each sample, several added up; None: the verifier or the environment failed, which is no reward of
-            0.
-        answers: of each sample, found by the verifier's extractor; None: it found none. None in place of the list: the
-            verifier has no extractor.
+        answer: the task's right answer; None: unknown.
+        samples: texts; of an episode of several turns, the last turn of the policy.
+        rewards: of each sample, several added up; None: the verifier or the environment failed, unlike a reward of 0.
+        answers: of each sample, found by the verifier's extractor; None: no answer was found. None in place of the
+            list: the verifier has no extractor.
         lengths: sampled tokens, of all turns.
         truncated: whether a length limit stopped the sample.
-        numbers: by name, for each sample; None: it has no such number. ``"reward/<name>"`` are components of the
-            reward, ``"env/<name>"`` the last that the environment reported.
-        turns: of an environment's episodes, how many turns the policy had. None, as for all that follow: a verifier's.
-        statuses: what became of each, one of `nrl.envs.STATUSES`.
-        conversations: of each the parts in order, with ``role``, ``text``, ``reward`` and so on; see
-            `nrl.rollout.transcripts.Transcript`. Where an episode forked, another prompt is among them.
-        failures: of each sample why it has no reward, with its ``status`` and the ``error``; None: it has one. None in
-            place of the list: all have.
-        fields: the task's other fields, as far as they are values of JSON.
-        traces: where an environment has a verifier, what that was given of each episode: ``prompt``, ``turns`` and
-            ``observations``. None: the sample says it all, or they are no values of JSON.
-        replies: of each sample the ``answer``, ``reasoning`` and ``reasoning_ended`` of its last turn, as far as its
-            text does not say them, such as where the prompt opened reasoning that was cut. None in place of the list:
-            all texts say them.
+        numbers: by name, for each sample; None: not reported. ``"reward/<name>"`` are components of the reward,
+            ``"env/<name>"`` the last numbers of the environment.
+        turns: number of turns of the policy in each episode. None, as for all following fields: a verifier's samples.
+        statuses: the status of each sample, one of `nrl.envs.STATUSES`.
+        conversations: the parts of each sample in order, with ``role``, ``text``, ``reward`` and more; see
+            `nrl.rollout.transcripts.RowTranscript`. A forked episode has a prompt for each fork.
+        failures: ``status`` and ``error`` of each sample without a reward; None: the sample has a reward. None in
+            place of the list: all samples have rewards.
+        fields: the task's other fields with values of JSON.
+        traces: the input of an environment's verifier for each episode: ``prompt``, ``turns`` and ``observations``.
+            None: the sample is the whole input, or the input has values outside of JSON.
+        replies: ``answer``, ``reasoning`` and ``reasoning_ended`` of the last turn of each sample, unless its text has
+            these, for example after a prompt with an opening mark of reasoning. None in place of the list: all texts
+            have these.
 
     >>> graded = Graded("1+1=", "2", ["2", "3"], [1.0, 0.0], ["2", "3"], [2, 2], [False, False])
     >>> Graded(**attrs.asdict(graded)) == graded
@@ -108,7 +107,7 @@ def grade(
         One for each task, in order.
 
     Raises:
-        DataError: there are no tasks, or ``n`` is not positive.
+        DataError: ``tasks`` is empty, or ``n`` is not positive.
         ArgumentError: ``max_new_tokens`` of the sampling are more than the sampler's context has tokens.
         EnvError: the verifier is neither a function nor an environment, or there is a ``timeout`` for an environment.
         GenerationError: the sampler could not serve a request. Its other errors are passed on, too.

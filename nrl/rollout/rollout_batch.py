@@ -14,8 +14,8 @@ from nrl.envs.contract import declared_rewards
 from nrl.envs.user_code.threads import stuck
 from nrl.errors import DataError
 from nrl.rollout.episode import Episode
-from nrl.rollout.groups import Group
-from nrl.rollout.scheduler import EpisodeScheduler, Schedule
+from nrl.rollout.episode_group import EpisodeGroup
+from nrl.rollout.scheduler import EpisodeSchedule, EpisodeScheduler
 from nrl.rollout.to_batch import rows_of
 
 __all__ = ["batch_of", "play_batch", "rollout"]
@@ -43,27 +43,26 @@ def rollout(
         tasks: each is a group.
         n: episodes of each task.
         sampling: instead of the sampler's own.
-        seed: of the noise, which is a function of the seed, the group, the place in the group, and the turn.
+        seed: of the noise, a function of the seed, the group, the index in the group, and the turn.
         first_group: the number of the first group; numbers have to be unique in the run.
-        concurrency: how many episodes may be live at a time; None: all.
+        concurrency: limit of live episodes; None: no limit.
 
     Returns:
-        A batch ``[B, T]``, a row for each of ``len(tasks) * n`` episodes, and more of those that forked, since a chat
-        template wrote their earlier turns in another way; ``episode_ids`` tells them. It has ``input_ids``,
-        ``attention_mask``, ``loss_mask``, ``rollout_logprobs``, ``turns`` (the policy's, from 0; -1 where none was
-        sampled), ``temperature``, ``rewards`` (NaN in failed rows), ``group_ids``, ``version``, ``valid``,
-        ``truncated``, ``reasoning_ended`` (false where the last turn is cut within its reasoning), ``sampled`` (how
-        many tokens were sampled for a row, those beyond the context too), ``status``
-        (its place among `nrl.envs.STATUSES`), where a reward is one number ``token_rewards`` (of each turn, at its last
-        token), with ``source`` where tasks have one, of a sampler that streams ``asked_again``, of one that streams or
-        a schedule that carries episodes on ``versions`` (of each token; -1 where it was not sampled), and of one that
-        records them ``routes``. ``reward/<name>`` are
-        components of rewards, and ``("components", <name>)``, which is ragged, has those of every turn, NaN where it
-        has none. Of the environment's own numbers ``env/<name>`` is the last that an episode reported;
-        ``("info", <name>)`` is ragged and has those of every step, NaN where it reported none.
+        A batch ``[B, T]``, a row for each of ``len(tasks) * n`` episodes, and further rows of forked episodes, whose
+        chat template changed earlier turns; ``episode_ids`` links their rows. Columns: ``input_ids``,
+        ``attention_mask``, ``loss_mask``, ``rollout_logprobs``, ``turns`` (the policy's, from 0; -1: not sampled),
+        ``temperature``, ``rewards`` (NaN in failed rows), ``group_ids``, ``version``, ``valid``, ``truncated``,
+        ``reasoning_ended`` (false: the last turn is cut within its reasoning), ``sampled`` (number of sampled tokens
+        of a row, including tokens beyond the context) and ``status`` (index in `nrl.envs.STATUSES`). With single
+        rewards: ``token_rewards`` (of each turn, at its last token). With sources of tasks: ``source``. With a
+        streaming sampler: ``asked_again``. With a streaming sampler or a schedule that continues episodes:
+        ``versions`` (of each token; -1: not sampled). With a sampler that records routes: ``routes``.
+        ``reward/<name>`` are components of rewards, and the ragged ``("components", <name>)`` has the components of
+        every turn, NaN if absent. ``env/<name>`` is the last number that an episode reported; the ragged ``("info",
+        <name>)`` has the numbers of every step, NaN if absent.
 
     Raises:
-        DataError: there are no tasks, or ``n`` or ``concurrency`` is not positive.
+        DataError: ``tasks`` is empty, or ``n`` or ``concurrency`` is not positive.
         GenerationError: the sampler could not serve a request. Its other errors are passed on, too.
 
     >>> import nrl
@@ -93,7 +92,9 @@ def play_batch(
     if not tasks or n < 1:
         raise DataError(f"rollout: {len(tasks)} tasks with n={n}; there must be at least one of each")
     declared = declared_rewards(env)
-    running = EpisodeScheduler(sampler, env, n, sampling, seed, Schedule.bounded("rollout", concurrency))
+    running = EpisodeScheduler(
+        sampler, env, n, sampling, seed, EpisodeSchedule.with_concurrency("rollout", concurrency)
+    )
     try:
         groups = running.play(list(enumerate(tasks, first_group)), len(tasks))
         batch = batch_of(groups, sampler, sampling, running.schedule, declared=declared)
@@ -103,10 +104,10 @@ def play_batch(
 
 
 def batch_of(
-    groups: Sequence[Group],
+    groups: Sequence[EpisodeGroup],
     sampler: Sampler,
     sampling: Sampling | None,
-    schedule: Schedule,
+    schedule: EpisodeSchedule,
     num_rewards: int | None = None,
     declared: int | None = None,
 ) -> Batch:

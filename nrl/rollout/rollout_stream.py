@@ -12,17 +12,17 @@ from nrl.arguments import checked
 from nrl.backends.sampling.base import Sampler, capabilities
 from nrl.backends.types import Sampling
 from nrl.batch import Batch
-from nrl.data.cursors import Source, Stream, whole
+from nrl.data.cursors import Source, Stream, transactional
 from nrl.envs import Env, Task
 from nrl.envs.contract import declared_rewards
 from nrl.envs.references import task_check
 from nrl.errors import DataError, EnvError, LostRequest
 from nrl.rollout import prefetch
 from nrl.rollout.episode import Episode
-from nrl.rollout.groups import Group
+from nrl.rollout.episode_group import EpisodeGroup
 from nrl.rollout.lengths import check_answer_length
 from nrl.rollout.rollout_batch import batch_of
-from nrl.rollout.scheduler import ENDED, EpisodeScheduler, Schedule, check_env
+from nrl.rollout.scheduler import ENDED, EpisodeSchedule, EpisodeScheduler, check_env
 
 __all__ = ["close_all", "rollouts"]
 
@@ -79,7 +79,8 @@ def rollouts(
     check_answer_length("rollouts", sampler, sampling)
     tasks = _with_right_answers(tasks, env)
     return _stream(
-        _Arguments(sampler, env, tasks, n, sampling, seed, patience), Schedule.bounded("rollouts", concurrency)
+        _Arguments(sampler, env, tasks, n, sampling, seed, patience),
+        EpisodeSchedule.with_concurrency("rollouts", concurrency),
     )
 
 
@@ -170,7 +171,7 @@ class _Cursor:
             running.close()
 
 
-def _stream(arguments: _Arguments, schedule: Schedule) -> Source[Batch]:
+def _stream(arguments: _Arguments, schedule: EpisodeSchedule) -> Source[Batch]:
     sampler, _, tasks, n, sampling, *_ = arguments
     cursor = _Cursor()
     streaks: dict[int, _Streak] = {}  # keys: sources
@@ -199,7 +200,7 @@ def _stream(arguments: _Arguments, schedule: Schedule) -> Source[Batch]:
         sizes = batch["group_ids"].unique_consecutive(return_counts=True)[1].tolist()
         return [cast(Batch, part.lock_()) for part in batch.split(sizes)]
 
-    def check(groups: Sequence[Group]) -> None:
+    def check(groups: Sequence[EpisodeGroup]) -> None:
         by_source: dict[int, list[Episode]] = {}
         for group in groups:
             by_source.setdefault(group.task.get("source", 0), []).extend(episode for _, episode in group.ended)
@@ -250,4 +251,4 @@ def _stream(arguments: _Arguments, schedule: Schedule) -> Source[Batch]:
             raise DataError(f"{caller}: the stream is {kind} already; take one of the two")
         return _stream(arguments, evolve(schedule, **how))
 
-    return whole(Source(take, state, restore, capabilities(sampler).remote, mark, sampler, reschedule))
+    return transactional(Source(take, state, restore, capabilities(sampler).remote, mark, sampler, reschedule))

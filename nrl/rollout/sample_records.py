@@ -20,34 +20,34 @@ def samples(batch: Batch, tokenizer: Any, n: int = 2, *, names: Sequence[str] = 
     """A record of a rollout for ``rollouts.jsonl``: histograms, and some episodes as text, turn by turn.
 
     Args:
-        batch: ``[B]`` with ``input_ids``, ``loss_mask`` and ``rewards``; other columns are shown if they are there.
+        batch: ``[B]`` with ``input_ids``, ``loss_mask`` and ``rewards``; other columns are optional.
         tokenizer: a transformers tokenizer.
-        n: how many episodes to show: the best and the worst of the first group whose rewards differ, then the others in
-            their order. Without ``episode_ids`` a row is an episode; of one that forked all rows are shown, next to one
-            another.
-        names: of the sources, by their number, as in `nrl.per_source`; without them a ``source`` is a number.
+        n: number of episodes to show: the best and the worst of the first group with different rewards, then the
+            remaining ones in order. Without ``episode_ids`` a row is an episode; all rows of a forked episode are
+            shown, next to one another.
+        names: of the sources, by number, as in `nrl.per_source`; without names a ``source`` is a number.
 
     Returns:
-        Values of JSON alone; numbers that are not finite are None.
+        Values of JSON alone; NaN and infinite numbers are None.
 
         - ``rewards``, ``lengths``: histograms over all valid episodes, ``{"low", "high", "counts"}`` with 20 bins of
           equal width from the lowest to the highest value; without rows None, None and no counts. Several rewards are
           added up; a length is the number of sampled tokens.
         - ``rows``: for each ``row`` (its place), ``group``, ``source``, ``version``, ``valid``, ``truncated``, ``cut``,
-          ``status`` (its name), ``reward`` (a list where there are several), ``components`` (what it is made of, by
-          name), ``env`` (the environment's own numbers), ``prompt`` (text up to the first token that was sampled) and,
-          for each token from there to the end, ``tokens`` (text; joined, they are the decoded response, so a token that
-          ends within a character is empty and the one that completes it has it), ``loss_mask``, ``advantages``,
+          ``status`` (its name), ``reward`` (a list of several rewards), ``components`` (of the reward, by name),
+          ``env`` (the environment's own numbers), ``prompt`` (text up to the first sampled token) and, for each
+          further token, ``tokens`` (text; joined, the decoded response: a token within a character is empty, and the
+          token at the end of the character has all of the character), ``loss_mask``, ``advantages``,
           ``rollout_logprobs``. Fields without a column in the batch are left out.
-        - ``parts`` of a row: who wrote what, in order; see `nrl.rollout.transcripts.Transcript`. Their texts are
+        - ``parts`` of a row, by author, in order; see `nrl.rollout.transcripts.RowTranscript`. Their texts are
           masked, as in the logs.
-        - ``episode`` of a row, if the batch has ``episode_ids``. Rows of one that forked have ``forks`` (how many rows
-          it has beside the first), ``fork`` (the row's place, 0 is the first), ``shared`` (how many of its first
-          tokens are those of an earlier row of it) and, of a later one, ``why`` it began (see
-          `nrl.rollout.bridges.Fork`).
+        - ``episode`` of a row, if the batch has ``episode_ids``. Rows of a forked episode have ``forks`` (number of
+          further rows beside the first), ``fork`` (index of the row, from 0), ``shared`` (number of first tokens in
+          common with an earlier row) and, of a later row, ``why``, the reason of the fork (see
+          `nrl.rollout.bridges.TraceFork`).
 
     Raises:
-        MissingColumn: one of the three is not there.
+        MissingColumn: one of the three columns is missing.
 
     >>> import torch
     >>> from nrl import tiny

@@ -18,7 +18,7 @@ from nrl.backends.types import Completion, Sampling
 from nrl.errors import GenerationError, LostRequest
 from nrl.runtime.mesh.futures import done
 
-__all__ = ["NO_LIMITS", "Key", "Limits", "SamplerClient", "make_client", "truncate"]
+__all__ = ["NO_LIMITS", "Key", "SamplerClient", "TurnLimits", "make_client", "truncate"]
 
 type Key = tuple[int, int]
 """An episode: its group, and its place there."""
@@ -26,14 +26,14 @@ type Key = tuple[int, int]
 _SLOW = 1.0  # seconds without a request, after which the waiting requests are sent without the others
 
 
-class Limits(NamedTuple):
+class TurnLimits(NamedTuple):
     """Limits of a turn beside those of the sampling. A limit changes no probability.
 
     Args:
         stop: texts.
         max_new_tokens: limit of the number of tokens; None: the limit of the sampling.
 
-    >>> Limits(("END",), 9).of(Sampling(max_new_tokens=8, stop="."))
+    >>> TurnLimits(("END",), 9).of(Sampling(max_new_tokens=8, stop="."))
     Sampling(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=8, stop_token_ids=(), stop=('.', 'END'))
     """
 
@@ -47,7 +47,7 @@ class Limits(NamedTuple):
         return attrs.evolve(sampling, stop=tuple(stop), max_new_tokens=min(max_new_tokens, sampling.max_new_tokens))
 
 
-NO_LIMITS = Limits()
+NO_LIMITS = TurnLimits()
 
 
 def truncate(completion: Completion, prompt_length: int, max_new_tokens: int | None) -> Completion:
@@ -78,7 +78,7 @@ class _Request:
     tokens: list[int]
     seed: int
     answer: "asyncio.Future[Completion]"
-    limits: Limits = NO_LIMITS
+    limits: TurnLimits = NO_LIMITS
     promised: "futures.Future[Completion] | None" = None
 
     def give(self, completion: Completion) -> None:
@@ -139,11 +139,11 @@ class SamplerClient(ABC):
         """Send no more requests."""
         self._ended = True
 
-    def _sampling_with(self, limits: Limits) -> Sampling | None:
+    def _sampling_with(self, limits: TurnLimits) -> Sampling | None:
         """Return the sampling of requests with limits; None: the sampler's own."""
         return limits.of(self._sampling or self._sampler.sampling) if any(limits) else self._sampling
 
-    async def generate(self, key: Key, seed: int, tokens: list[int], limits: Limits = NO_LIMITS) -> Completion:
+    async def generate(self, key: Key, seed: int, tokens: list[int], limits: TurnLimits = NO_LIMITS) -> Completion:
         """Continue the tokens of an episode."""
         request = _Request(list(tokens), seed, self._loop.create_future(), limits)
         self._add(key, request)
@@ -234,7 +234,7 @@ class BatchedClient(SamplerClient):
             stop, lengths = requests[0].limits.stop, [request.limits.max_new_tokens for request in requests]
             max_new_tokens = None if None in lengths else max(cast(list[int], lengths))
             answer = self._sampler.generate(
-                prompts, seeds=seeds, sampling=self._sampling_with(Limits(stop, max_new_tokens))
+                prompts, seeds=seeds, sampling=self._sampling_with(TurnLimits(stop, max_new_tokens))
             )
             future = answer if isinstance(answer, futures.Future) else done(answer.result())
         except Exception as error:
@@ -295,7 +295,7 @@ class StreamingClient(SamplerClient):
         for limits in dict.fromkeys(request.limits for request in requests):
             self._stream([request for request in requests if request.limits == limits], limits)
 
-    def _stream(self, requests: Sequence[_Request], limits: Limits) -> None:
+    def _stream(self, requests: Sequence[_Request], limits: TurnLimits) -> None:
         prompts, seeds = [request.tokens for request in requests], [request.seed for request in requests]
         try:
             sampling = self._sampling_with(limits)

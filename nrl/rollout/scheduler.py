@@ -23,23 +23,23 @@ from nrl.envs.contract import is_env, judges_group
 from nrl.envs.user_code.calls import Caller, calling
 from nrl.errors import BatchError, DataError, EnvError
 from nrl.rollout.episode import Episode, play, record_failure
-from nrl.rollout.groups import Group
-from nrl.rollout.sampler_client import NO_LIMITS, Limits, SamplerClient, make_client
+from nrl.rollout.episode_group import EpisodeGroup
+from nrl.rollout.sampler_client import NO_LIMITS, SamplerClient, TurnLimits, make_client
 from nrl.runtime.threads import Daemons
 
-__all__ = ["ENDED", "EpisodeScheduler", "Schedule", "check_env", "derive_seed"]
+__all__ = ["ENDED", "EpisodeSchedule", "EpisodeScheduler", "check_env", "derive_seed"]
 
 ENDED = "the stream was ended, as by the run in which it is; make another one"
 _PATIENCE = 15.0  # seconds, for a thread that is to end; in ten of them environments are closed
 
 
 @attrs.frozen
-class Schedule:
+class EpisodeSchedule:
     """When episodes begin and end.
 
     Args:
         concurrency: how many episodes may be live at a time; None: all.
-        deadline: seconds after which what is not over is ended; None: there is none.
+        deadline: seconds after which unfinished episodes are ended; None: no limit.
         keep: of each group's episodes, how many are waited for; None: all.
         extra: how many groups are under way beyond those that are asked for.
         in_order: whether the groups that began first are those that are handed out; else those that end first.
@@ -52,7 +52,7 @@ class Schedule:
     in_order: bool = True
 
     @classmethod
-    def bounded(cls, caller: str, concurrency: int | None) -> "Schedule":
+    def with_concurrency(cls, caller: str, concurrency: int | None) -> "EpisodeSchedule":
         """With no more live episodes than these at a time.
 
         Raises:
@@ -67,7 +67,7 @@ def check_env(caller: str, env: Any) -> None:
     """Check that an argument is an environment.
 
     Raises:
-        EnvError: it is not.
+        EnvError: the argument is no environment.
     """
     if is_env(env):
         return
@@ -91,12 +91,12 @@ class EpisodeScheduler:
     """
 
     def __init__(
-        self, sampler: Sampler, env: Env, n: int, sampling: Sampling | None, seed: int, schedule: Schedule
+        self, sampler: Sampler, env: Env, n: int, sampling: Sampling | None, seed: int, schedule: EpisodeSchedule
     ) -> None:
         self._sampler, self._env, self._n, self._sampling, self._seed = sampler, env, n, sampling, seed
         check_env("rollout", env)
         self.schedule = schedule
-        self.open: list[Group] = []
+        self.open: list[EpisodeGroup] = []
         """What has begun and has not been handed out, in order."""
         self._loop, self._turn = asyncio.new_event_loop(), threading.Lock()  # held by who runs it
         self._stack = ExitStack()
@@ -104,7 +104,7 @@ class EpisodeScheduler:
         self._caller_of: Callable[[Task], Caller]
         self._broken: asyncio.Future[None]  # has the first error that ends all
 
-    def play(self, tasks: Sequence[tuple[int, Task]], count: int) -> list[Group]:
+    def play(self, tasks: Sequence[tuple[int, Task]], count: int) -> list[EpisodeGroup]:
         """Begin groups, each with its number, and wait for so many of those that are open, which are so no longer.
 
         Returns:
@@ -127,7 +127,7 @@ class EpisodeScheduler:
                 )
         return self._wait(self._play(tasks, count))
 
-    async def _play(self, tasks: Sequence[tuple[int, Task]], count: int) -> list[Group]:
+    async def _play(self, tasks: Sequence[tuple[int, Task]], count: int) -> list[EpisodeGroup]:
         self._begin(tasks)
         return await self._take(count)
 
@@ -139,7 +139,7 @@ class EpisodeScheduler:
             self._caller_of = self._stack.enter_context(calling(self._env))
         for number, task in tasks:
             seeded = {"seed": derive_seed(self._seed, number), **task}
-            group = Group(number, seeded, [Episode() for _ in range(self._n)])
+            group = EpisodeGroup(number, seeded, [Episode() for _ in range(self._n)])
             calls = [self._caller_of(seeded) for _ in group.episodes]
             # All are live from the beginning, so that a sampler of many prompts waits for all of them
             places = [self._requests.acquire((number, place)) for place in range(self._n)]
@@ -148,7 +148,7 @@ class EpisodeScheduler:
             group.run_task.add_done_callback(_seen)
             self.open.append(group)
 
-    async def _whole(self, group: Group, call: Caller) -> None:
+    async def _whole(self, group: EpisodeGroup, call: Caller) -> None:
         await group.play(self.schedule.keep or self._n)
         verifier: Any = getattr(self._env, "verifier", None)
         try:
@@ -183,7 +183,7 @@ class EpisodeScheduler:
 
     async def _one(
         self,
-        group: Group,
+        group: EpisodeGroup,
         places: "Sequence[asyncio.Future[None] | None]",
         calls: Sequence[Caller],
         place: int,
@@ -192,7 +192,7 @@ class EpisodeScheduler:
         key, episode, sampler = (group.number, place), group.episodes[place], self._sampler
         requests = self._requests
 
-        async def generate(tokens: list[int], limits: Limits = NO_LIMITS) -> Completion:
+        async def generate(tokens: list[int], limits: TurnLimits = NO_LIMITS) -> Completion:
             # Each turn has noise of its own: else an engine that counts from a request's beginning draws what it drew
             # in the turn before, and a question that is asked again has the same answer again
             turn = [len(episode.turns)] if episode.turns else []
@@ -213,11 +213,11 @@ class EpisodeScheduler:
         finally:
             self._requests.release(key)
 
-    async def _take(self, count: int) -> list[Group]:
+    async def _take(self, count: int) -> list[EpisodeGroup]:
         deadline, in_order = self.schedule.deadline, self.schedule.in_order
         until = None if deadline is None else self._loop.time() + deadline
         pending = {group.run_task: group for group in (self.open[:count] if in_order else self.open)}
-        ended: list[Group] = []
+        ended: list[EpisodeGroup] = []
         while len(ended) < count:
             left = None if until is None else max(0.0, until - self._loop.time())
             when = asyncio.FIRST_EXCEPTION if in_order else asyncio.FIRST_COMPLETED

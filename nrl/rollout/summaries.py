@@ -20,29 +20,27 @@ __all__ = ["per_source", "summary"]
 def summary(batch: Batch) -> Metrics:
     """Summarise a rollout as metrics.
 
-    - ``reward``: the mean over all valid rows that were sampled, including those dropped since; ``reward/max``: of the
-      best row.
+    - ``reward``: the mean over all valid sampled rows, including rows dropped since; ``reward/max``: of the best row.
     - ``length``: the mean number of sampled tokens; ``length/max``: the largest.
-    - ``truncated``: the fraction of valid rows that hit a length limit; ``unfinished_reasoning``: of those whose last
-      turn ends within its reasoning, so that it has no answer, where there are some.
+    - ``truncated``: the fraction of valid rows at a length limit; ``unfinished_reasoning``: the fraction of valid rows
+      without an answer, because the last turn ends within its reasoning; absent at 0.
     - ``invalid``, ``dropped``: numbers of rows.
-    - ``asked_again``: requests that were asked again because an engine died or its work was thrown away.
-    - ``forks``: rows that episodes have beside their first ones, where there are some; ``forks/<reason>``: of each
-      `nrl.rollout.bridges.Fork`.
-    - ``tokens/sampled``: the sum of what became of them: ``tokens/trained``; of valid rows ``tokens/masked``, outside
-      of ``loss_mask``, and ``tokens/beyond``, outside of the context; ``tokens/invalid``, of rows that failed;
-      ``tokens/cut``, of those that were cut; ``tokens/dropped``, of rows that are not here, which is the sum of
-      ``tokens/dropped/<reason>``.
+    - ``asked_again``: requests repeated because an engine died or its work was discarded.
+    - ``forks``: rows of episodes beside the first ones; absent at 0; ``forks/<reason>``: of each
+      `nrl.rollout.bridges.TraceFork`.
+    - ``tokens/sampled``: the sum of ``tokens/trained``; of valid rows ``tokens/masked``, outside of ``loss_mask``, and
+      ``tokens/beyond``, outside of the context; ``tokens/invalid``, of failed rows; ``tokens/cut``, of rows cut off;
+      and ``tokens/dropped``, of dropped rows, the sum of ``tokens/dropped/<reason>``.
     - ``cut``, ``cut/length``, ``cut/groups``, ``cut/share``: see `nrl.cut`; ``left_out``: episodes of `nrl.oversample`.
     - ``env/<name>``: means of the environment's own numbers; ``reward/<name>`` of the components of rewards.
-    - ``status/<name>``: rows whose verdict was not ``"ok"``, by what became of it.
+    - ``status/<name>``: rows with a verdict other than ``"ok"``, by status.
 
-    Without rows, means are NaN and maxima minus infinity, which merges with others without an effect.
+    Without rows, means are NaN and maxima minus infinity; merging these has no effect.
 
     Raises:
-        MissingColumn: there are no rewards.
-        BatchError: a row is trained on a token that was not sampled, or has more or fewer sampled tokens than were
-            sampled for it.
+        MissingColumn: the batch has no rewards.
+        BatchError: a row is trained on a token outside of the sampled ones, or its number of sampled tokens differs
+            from ``sampled``.
 
     >>> rewards = torch.tensor([0.0, 1.0])
     >>> mask = torch.tensor([[True, True], [True, False]])

@@ -16,8 +16,8 @@ from nrl.batch.ragged import make_ragged
 from nrl.envs.contract import STATUSES
 from nrl.rollout.bridges import FORKS
 from nrl.rollout.episode import Episode
-from nrl.rollout.groups import Group
-from nrl.rollout.scheduler import Schedule
+from nrl.rollout.episode_group import EpisodeGroup
+from nrl.rollout.scheduler import EpisodeSchedule
 
 __all__ = ["rows_of"]
 
@@ -25,10 +25,10 @@ _PLACES = 20  # bits of an episode's number that are its place in the group
 
 
 def rows_of(
-    groups: Sequence[Group],
+    groups: Sequence[EpisodeGroup],
     sampler: Sampler,
     sampling: Sampling | None,
-    schedule: Schedule,
+    schedule: EpisodeSchedule,
     num_rewards: int | None = None,
     declared: int | None = None,
 ) -> Batch:
@@ -64,7 +64,7 @@ def rows_of(
     return assign(batch, **columns)
 
 
-def _left_out_columns(groups: Sequence[Group], numbers: Tensor) -> dict[str, Tensor]:
+def _left_out_columns(groups: Sequence[EpisodeGroup], numbers: Tensor) -> dict[str, Tensor]:
     """Return the counts of abandoned episodes and their tokens, at the first row of their group."""
     columns = {name: torch.zeros_like(numbers) for name in ("left_out", "dropped_tokens/left_out")}
     for group in groups:

@@ -19,7 +19,7 @@ from nrl.errors import ModelError
 from nrl.log import redacted
 from nrl.rollout.token_spans import decode, split_text
 
-__all__ = ["Transcript", "last_turn", "numbers", "rows_of_episodes", "transcriber"]
+__all__ = ["RowTranscript", "last_turn", "numbers", "rows_of_episodes", "transcriber"]
 
 _DEPTH = 16  # nesting of the arguments of a call, at most
 _THINK = ("<think>", "[THINK]")
@@ -43,16 +43,16 @@ _ROLES = {"model": "assistant", "ipython": "tool", "observation": "tool", "toolâ
 _RESULT = re.compile(r"\s*<tool_response>\n?(.*?)\n?</tool_response>\s*", re.DOTALL)
 
 
-class Transcript(NamedTuple):
+class RowTranscript(NamedTuple):
     """A row as text.
 
     Args:
-        start: the place of its first sampled token; all that is before is the prompt.
-        end: how many tokens it has.
+        start: index of its first sampled token; all earlier tokens are the prompt.
+        end: number of tokens.
         prompt: text.
         tokens: the text of each token from ``start`` on.
-        parts: who wrote what, in order, as values of JSON. Each has ``role`` (``"prompt"``, ``"policy"`` or
-            ``"environment"``), ``tokens`` (its first place in the row, and the place behind its last) and ``text``. A
+        parts: the parts by author, in order, as values of JSON. Each has ``role`` (``"prompt"``, ``"policy"`` or
+            ``"environment"``), ``tokens`` (start and end in the row) and ``text``. A
             part of the policy has its ``reward`` if the batch has rewards of tokens: those from its first token to the
             next turn; None, if the row is invalid. It has ``components``, what that reward is made of, by name, if
             rewards of the batch are made of some. Where the chat template has a known format of tool calls it has what
@@ -67,15 +67,15 @@ class Transcript(NamedTuple):
     parts: list[dict[str, Any]]
 
 
-def transcriber(tokenizer: Any) -> Callable[[Mapping[str, Any], int], Transcript]:
+def transcriber(tokenizer: Any) -> Callable[[Mapping[str, Any], int], RowTranscript]:
     """Make the function that takes a row apart.
 
     Args:
         tokenizer: a transformers tokenizer; its chat template says how calls and messages are written.
 
     Returns:
-        ``(columns, row) -> Transcript``. The columns ``[B, ...]`` are ``input_ids`` and ``loss_mask``; and, where they
-        are there, ``attention_mask``, ``turns``, ``token_rewards``, ``components`` and ``valid``. Without ``turns`` the
+        ``(columns, row) -> RowTranscript``. The columns ``[B, ...]`` are ``input_ids`` and ``loss_mask``, and
+        optionally ``attention_mask``, ``turns``, ``token_rewards``, ``components`` and ``valid``. Without ``turns`` the
         policy's tokens are those of ``loss_mask``, two turns with nothing between them are one part, and no turn has
         components.
 
@@ -89,7 +89,7 @@ def transcriber(tokenizer: Any) -> Callable[[Mapping[str, Any], int], Transcript
     """
     format, read = _format(tokenizer), _message_reader(tokenizer)
 
-    def transcript(columns: Mapping[str, Any], row: int) -> Transcript:
+    def transcript(columns: Mapping[str, Any], row: int) -> RowTranscript:
         real = columns["attention_mask"][row].nonzero() if "attention_mask" in columns else None
         width = columns["input_ids"].shape[-1]
         end = width if real is None else int(real.max()) + 1 if len(real) else 0
@@ -115,7 +115,7 @@ def transcriber(tokenizer: Any) -> Callable[[Mapping[str, Any], int], Transcript
             elif messages := read(text):
                 part["messages"] = messages
             parts.append(part)
-        return Transcript(start, end, prompt, tokens, parts)
+        return RowTranscript(start, end, prompt, tokens, parts)
 
     return transcript
 
@@ -134,7 +134,7 @@ def rows_of_episodes(columns: Mapping[str, Any], size: int) -> list[list[int]]:
     return list(rows.values())
 
 
-def last_turn(row: Transcript, columns: Mapping[str, Tensor], index: int, tokenizer: Any) -> str:
+def last_turn(row: RowTranscript, columns: Mapping[str, Tensor], index: int, tokenizer: Any) -> str:
     """Return the last turn of a row without special tokens, as a verifier gets it; empty: no turn."""
     wrote = [part["tokens"] for part in row.parts if part["role"] == "policy"]
     if not wrote:

@@ -11,7 +11,7 @@ from nrl.algos.loss_contract import name_of
 from nrl.arguments import checked, described
 from nrl.batch import Batch, assign, concatenate, require
 from nrl.batch.columns import DROPPED_TOKENS
-from nrl.data.cursors import Source, Stream, derived
+from nrl.data.cursors import Source, Stream, map_stream
 from nrl.errors import ArgumentError, DataError
 
 __all__ = ["Versioned", "batched", "drop_uniform", "filtered", "fresh"]
@@ -56,7 +56,7 @@ def batched[T](stream: Stream[T], n: int, collate: Callable[[Sequence[T]], Batch
     def expect(count: int | None) -> None:
         expect_items(None if count is None else count * n)
 
-    return derived(stream, take, expect if expect_items else None)
+    return map_stream(stream, take, expect if expect_items else None)
 
 
 @checked("drop_uniform")
@@ -229,7 +229,7 @@ def _filter_stream(
         expected = count
         expect_items(count)
 
-    return derived(stream, take, expect if expect_items else None)
+    return map_stream(stream, take, expect if expect_items else None)
 
 
 def _add_dropped_counts(batch: Batch, dropped: Iterable[Batch], tokens: str) -> Batch:

@@ -34,7 +34,7 @@ class AsyncCheckpointer:
         """Wait for the pending checkpoint, and report a long wait.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: the checkpoint could not be written.
         """
         if self._future is not None:
             folder = self._folder

@@ -69,7 +69,7 @@ def check_same(text: str, before: str | None, where: object) -> None:
         where: they are.
 
     Raises:
-        ConfigError: it is another one.
+        ConfigError: the configurations differ.
     """
     if before is not None and (refused := _select_refused(_differences(yaml.safe_load(before), yaml.safe_load(text)))):
         raise ConfigError(

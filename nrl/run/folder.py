@@ -43,7 +43,7 @@ def choose(cfg: Any) -> Path:
     """Return the folder that a run's configuration names, or a new one; its content stays as it is.
 
     Raises:
-        ConfigError: it is a file, or holds a run that nothing can go on from; or ``steps`` is negative.
+        ConfigError: the folder is a file, or holds a run without checkpoints; or ``steps`` is negative.
     """
     if getattr(cfg, "steps", 0) < 0:
         raise ConfigError(f"run: steps={cfg.steps}; give 0 or more")
@@ -64,8 +64,8 @@ def location(cfg: Any, caller: str) -> Path:
     Within `reusing` a later attempt gets the new folder of the earlier one.
 
     Raises:
-        ConfigError: it is a file, the root of the file system or in a store, or holds a variable; ``caller`` begins the
-            message.
+        ConfigError: ``out`` is a file, the root of the file system, in a store, or has a variable; ``caller`` begins
+            the message.
     """
     out = _read_out(cfg, caller) or (_attempt.get() or _Attempt(Folders())).next_new()
     if out.exists() and not out.is_dir():
@@ -74,7 +74,7 @@ def location(cfg: Any, caller: str) -> Path:
 
 
 def _read_out(cfg: Any, caller: str) -> Path | None:
-    """Return the folder that ``cfg.out`` means; None: it names none."""
+    """Return the folder that ``cfg.out`` means; None: no folder is named."""
     if not getattr(cfg, "out", None):
         return None
     name = without_file_scheme(f"{caller}: out", cfg.out)

@@ -238,7 +238,7 @@ def _metrics(paths: Iterable[Path], unread: list[int]) -> dict[str, Series]:
 def _rollouts(
     paths: Sequence[Path], unread: list[int], writer: SampleWriter
 ) -> tuple[dict[str, list[Histogram]], dict[str, Any] | None]:
-    """Histograms by name, in the order of their steps, and what the page is to know of samples; None: there are none.
+    """Histograms by name, sorted by step, and the page's data of samples; None: no samples.
 
     The writer gets all episodes, or an even selection where the files are large.
     """

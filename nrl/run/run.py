@@ -423,7 +423,7 @@ def run(cfg: Any) -> Iterator[Run]:
     """Enter a run: ``with nrl.run(cfg) as run``.
 
     Args:
-        cfg: a frozen attrs config. The run reads these fields, if they are there: ``out``, its folder (None: a new one
+        cfg: a frozen attrs config. The run reads these fields, if present: ``out``, its folder (None: a new one
             under ``runs/``); ``steps``, of the main loop; ``seed``, of the global random generators; ``checkpoints``, a
             `nrl.run.checkpoint.Checkpoints`; and ``sinks``, which get the metrics besides the terminal and the JSONL
             files: any of ``"wandb"``, ``"tensorboard"`` and ``"mlflow"``.

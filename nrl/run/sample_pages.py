@@ -41,7 +41,7 @@ class Sample:
         step: of the run; of an evaluation, the number of the task.
         group: which samples belong together within a step, as text.
         source: of the task; empty: there is one.
-        reward: None: it has none.
+        reward: None: unknown.
         flags: what else to filter by, such as ``truncated``.
         rows: as `nrl.run.report_rows` makes them.
         left_out: how many rows of it are not shown.

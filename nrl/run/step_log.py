@@ -80,7 +80,7 @@ class LoopFiles:
         The folder's inode is not looked at, since some network file systems give it another one at any time.
 
         Raises:
-            FileNotFoundError: it was removed, and what the run has written went with it.
+            FileNotFoundError: the folder was removed, with all files of the run.
         """
         if not (self._out / "config.yaml").exists():
             raise FileNotFoundError(

@@ -19,7 +19,7 @@ from nrl.data.forms import to_template_form
 from nrl.data.templates import TODAY, render_chat
 from nrl.data.turn_tokens import turn_tokens
 from nrl.errors import DataError
-from nrl.rollout.bridges import Fork, bridge, extend
+from nrl.rollout.bridges import TraceFork, bridge, extend
 from nrl.rollout.conversations import Conversation
 from tests.chat_tokenizers import TEMPLATES, tokenizer
 from tests.work import calls
@@ -288,7 +288,7 @@ def test_rows_bridges_and_observations(name: str) -> None:
         ids, mask = row["input_ids"][0], row["loss_mask"][0]
         turn = [*of.encode("Hello", add_special_tokens=False)]
         bridged = bridge(turn, [ASK, SAID], [more], of)
-        assert not isinstance(bridged, Fork)
+        assert not isinstance(bridged, TraceFork)
         forked = extend([], [], [], [ASK, SAID, more], of).appended
         chat = Conversation([ASK], (), of)
         before = chat.render_prompt(data.render)

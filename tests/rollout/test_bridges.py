@@ -16,7 +16,7 @@ from nrl import tiny
 from nrl.data import render
 from nrl.data.turn_tokens import turn_tokens
 from nrl.errors import DataError, ModelError
-from nrl.rollout.bridges import Extension, Fork, Sampled, bridge, continues, extend
+from nrl.rollout.bridges import Extension, Sampled, TraceFork, bridge, continues, extend
 from tests.chat_tokenizers import tokenizer
 from tests.rollout.conversations import (
     FAMILIES,
@@ -174,11 +174,11 @@ CALL = {"type": "function", "id": "call_0", "function": {"name": "find", "argume
 RESULT = {"role": "tool", "content": "7", "tool_call_id": "call_0"}
 
 
-def bridged(name: str, said: str, history: list[Any], new: list[Any], tools: Any = None) -> str | Fork:
+def bridged(name: str, said: str, history: list[Any], new: list[Any], tools: Any = None) -> str | TraceFork:
     """What is appended, as text."""
     of = tokenizer(name)
     found = bridge(of.encode(said, add_special_tokens=False), history, new, of, tools=tools)
-    return found if isinstance(found, Fork) else str(of.decode(found))
+    return found if isinstance(found, TraceFork) else str(of.decode(found))
 
 
 ASKS = "<|im_start|>user\nThanks<|im_end|>\n<|im_start|>assistant\n"
@@ -217,7 +217,7 @@ def test_half_a_character_stays_half() -> None:
     message = {"role": "assistant", "content": of.decode(turn)}
     assert message["content"].endswith("\ufffd")
     found = bridge(turn, [Q, message], [MORE], of)
-    assert not isinstance(found, Fork)
+    assert not isinstance(found, TraceFork)
     assert of.decode(found) == "<|im_end|>\n" + ASKS
 
 
@@ -255,7 +255,7 @@ def test_a_special_token_that_is_spelled_is_text(name: str, token: str) -> None:
     end = of.convert_tokens_to_ids(token)
     assert end not in turn
     appended = bridge([*turn, end], [Q, {"role": "assistant", "content": f"It is {token} there."}], [MORE], of)
-    assert not isinstance(appended, Fork)
+    assert not isinstance(appended, TraceFork)
     assert end not in appended[:1]
     assert "Thanks" in of.decode(appended)
 
@@ -336,7 +336,7 @@ def test_a_template_without_special_tokens() -> None:
 
 
 def forks(found: Any, at: int, *words: str) -> bool:
-    assert isinstance(found, Fork)
+    assert isinstance(found, TraceFork)
     assert all(word in found.details for word in words), found.details
     return found.reason == "template" and found.num_messages == at
 
@@ -424,7 +424,7 @@ def test_messages_continue_a_history_word_for_word(history: list[Any], messages:
     if isinstance(expected, int):
         assert found == expected
     else:
-        assert isinstance(found, Fork)
+        assert isinstance(found, TraceFork)
         assert found[:2] == expected[:2]
         assert expected[2] in found.details
 

@@ -26,7 +26,7 @@ from nrl.batch.metrics import finalize
 from nrl.envs import Environment, Step, of_group, single_turn
 from nrl.errors import BatchError, DataError, EnvError, GenerationError
 from nrl.rollout import sampler_client
-from nrl.rollout.scheduler import EpisodeScheduler, Schedule
+from nrl.rollout.scheduler import EpisodeSchedule, EpisodeScheduler
 from nrl.run.checkpoint import Checkpoints
 from tests.clocks import MINUTE, Clock
 from tests.processes import settled
@@ -477,7 +477,7 @@ def test_what_is_asked_for_early_does_not_begin_after_the_end_of_its_run(engine:
 
 def test_an_end_that_comes_when_a_take_has_just_ended_spares_the_next(engine: Any) -> None:
     """A loop run is asked to end by another thread, and has ended by itself: the next one is not meant."""
-    running = EpisodeScheduler(engine(), Game().env, 1, None, 0, Schedule())
+    running = EpisodeScheduler(engine(), Game().env, 1, None, 0, EpisodeSchedule())
     with running._turn, running._interrupting():
         pass
     assert len(running.play([(0, {"prompt": "1+1="})], 1)) == 1

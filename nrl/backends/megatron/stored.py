@@ -85,8 +85,8 @@ def ranges(piece: Piece, first: int, size: int) -> Iterator[tuple[tuple[slice, .
     Yields:
         The index of a block in the whole weight, and where its numbers begin and end among the given ones.
 
-    >>> from nrl.backends.models.shards import whole
-    >>> list(ranges(whole("w", torch.zeros(3, 4)), -2, 5))
+    >>> from nrl.backends.models.shards import transactional
+    >>> list(ranges(transactional("w", torch.zeros(3, 4)), -2, 5))
     [((slice(0, 1, None), slice(2, 4, None)), 0, 2), ((slice(1, 2, None), slice(0, 3, None)), 2, 5)]
     """
     shape = tuple(piece.tensor.shape)

@@ -25,9 +25,9 @@ class Reading:
     A bucket ends where the weights that it has pieces of would fill it if they were whole, so that processes which hold
     pieces of the same weights come to their other pieces at the same time.
 
-    >>> from nrl.backends.models.shards import whole
+    >>> from nrl.backends.models.shards import transactional
     >>> import torch
-    >>> reading = Reading([whole("score.weight", torch.ones(2))])
+    >>> reading = Reading([transactional("score.weight", torch.ones(2))])
     >>> len(reading.next()), reading.more
     (1, False)
     """

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from nrl.config._yaml import Problems, Word, word_items
 from nrl.config.interpolation import interpolate, references
-from nrl.config.layers import Layer, merge_values, read_file
+from nrl.config.layers import ConfigLayer, merge_values, read_file
 from nrl.errors import ConfigError
 from nrl.log.redaction import keep_secret, secret_texts
 
@@ -36,7 +36,7 @@ class Settings(NamedTuple):
     """
 
     values: dict[str, Any]
-    layers: list[Layer]
+    layers: list[ConfigLayer]
     files: tuple[Path, ...]
 
     def resolved(self, keys: Sequence[str]) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def settings(args: Sequence[str], known: Sequence[str]) -> Settings:
         raise ConfigError("no configuration is given; name one: CONFIG.yaml")
     _check_no_secret(changes, known)
     files = tuple(Path(path).expanduser().absolute() for path in paths)
-    layers = [Layer(path, _file(path, file)) for path, file in zip(paths, files, strict=True)]
+    layers = [ConfigLayer(path, _file(path, file)) for path, file in zip(paths, files, strict=True)]
     values: Any = {}
     for layer in layers:
         values = merge_values(values, layer.values)
@@ -97,7 +97,10 @@ def settings(args: Sequence[str], known: Sequence[str]) -> Settings:
     there = set(values)
     for sign, key, text in changes:
         values = _changed(values, sign, key, text)
-    layers += [*private, *(Layer("the command line", _nested(key, text)) for sign, key, text in changes if sign != "~")]
+    layers += [
+        *private,
+        *(ConfigLayer("the command line", _nested(key, text)) for sign, key, text in changes if sign != "~"),
+    ]
     keep_secret(text for text in secret_texts(values) if "${" not in text)
     given = {key.split(".")[0] for sign, key, _ in changes if sign != "~"}
     _check_names(values, given - there, {key for layer in layers[: len(files)] for key in layer.values}, known)
@@ -118,11 +121,11 @@ def _file(told: str, path: Path) -> Any:
         raise ConfigError(f"{told}: {text}{quoted}") from None
 
 
-def _private(files: Sequence[Path]) -> list[Layer]:
+def _private(files: Sequence[Path]) -> list[ConfigLayer]:
     """Each ``env.yaml`` beside a configuration, then that of the working directory, which wins."""
     folders = dict.fromkeys([*(file.parent for file in files), Path.cwd()])
     found = [folder / _ENV for folder in folders if (folder / _ENV).is_file() and folder / _ENV not in files]
-    return [Layer(str(path), _file(str(path), path)) for path in found]
+    return [ConfigLayer(str(path), _file(str(path), path)) for path in found]
 
 
 def _texts(value: Any, key: str = "") -> set[str]:

@@ -19,18 +19,17 @@ class Checkpoints:
     """Settings of a run for writing and keeping checkpoints.
 
     Args:
-        every: steps between two of them. The last step of a loop always has one.
-        keep: how many of the newest to keep.
-        best: a metric whose best checkpoint is kept too, such as ``"eval/loss"``. A step that logs a new best value has
-            a checkpoint, whatever ``every`` says.
+        every: steps between two checkpoints. The last step of a loop always has a checkpoint.
+        keep: number of the newest checkpoints to keep.
+        best: a metric whose best checkpoint is kept too, for example ``"eval/loss"``. A step with a new best value
+            always has a checkpoint.
         mode: whether the best is the largest or the smallest.
-        grace: seconds from a SIGTERM to the end of the process, in which the last step is saved.
-        wait: what a step waits for: the copy of its values in the memory of the host, which takes as much of it as the
-            files take of the disk; or the disk, which takes none. The files are the same.
-        to: a folder that all nodes share, or the URL of a store of objects, such as ``s3://bucket/runs/qwen``, of this
+        grace: seconds from a SIGTERM to the end of the process; the last step is saved within this time.
+        wait: ``"copy"``: a step waits for the copy of its values in host memory, as large as the files; ``"disk"``: a
+            step waits for the files, without a copy. The files are the same.
+        to: a folder shared by all nodes, or the URL of an object store, for example ``s3://bucket/runs/qwen``, of this
             run alone. None: the run's own folder.
-        data_changed: what a resumed run does where a source of `nrl.data.tasks` has other rows than when the checkpoint
-            was saved: refuse them with an error, or accept them and go on.
+        data_changed: whether a resumed run refuses or accepts changed rows of a source of `nrl.data.tasks`.
 
     >>> Checkpoints(best="eval/loss", mode="min").every
     50

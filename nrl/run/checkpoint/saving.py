@@ -197,10 +197,10 @@ def newest(
         readers: as in `verify`.
 
     Returns:
-        The checkpoint. None: there is none.
+        The checkpoint. None: the folder has no checkpoints.
 
     Raises:
-        CheckpointError: there is none among the checkpoints; they keep their names.
+        CheckpointError: no checkpoint is intact and finite; all keep their names.
     """
     storage.clean(storage.resolve(root))
     passed_over: list[tuple[Folder, str, object]] = []

@@ -32,7 +32,7 @@ def encode(value: Any, name: str, *, classes: bool = True) -> Any:
         classes: whether it may contain named tuples and attrs instances, which need an example to be decoded.
 
     Raises:
-        CheckpointError: it contains something else.
+        CheckpointError: the value contains other types.
 
     >>> encode({"mean": 0.5}, "running")
     {'keys': ['mean'], 'values': [0.5]}

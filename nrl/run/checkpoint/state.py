@@ -99,7 +99,7 @@ def load_file(path: Folder) -> Any:
     """Load a value that `to_bytes` has serialized.
 
     Raises:
-        CheckpointError: they are something else than data.
+        CheckpointError: the file has other objects than data.
     """
     try:
         with path.open("rb") as file:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from tensordict import TensorDict
 
-from nrl.batch.handles import ColumnHandle, Part, fill_column, handles_of
+from nrl.batch.handles import ColumnHandle, ColumnPart, fill_column, handles_of
 from nrl.runtime.mesh.processes import Rows
 from nrl.runtime.ray.pending_call import Call, Ref
 from nrl.runtime.ray.results import Pending
@@ -26,7 +26,7 @@ class Held(NamedTuple):
 
     results: int
     combine: Callable[[list[Any]], Any] | None
-    part: Part
+    part: ColumnPart
 
 
 class Column(NamedTuple):

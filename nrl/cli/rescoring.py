@@ -72,7 +72,7 @@ def open_results(rescore: str, env: Any, judges: Sequence[Verifier | Env], tasks
 
     Raises:
         ConfigError: an environment has no verifier.
-        DataError: there is no such file, or it has no results, or those of other tasks.
+        DataError: the file does not exist, has no results, or has results of other tasks.
     """
     if any(is_env(judge) and getattr(judge, "verifier", None) is None for judge in judges):
         raise ConfigError(

@@ -13,11 +13,11 @@ from nrl.envs.return_values import verdicts_of
 from nrl.envs.user_code.calls import Caller
 from nrl.rollout.episode import Episode, earn, record_failure
 
-__all__ = ["Group"]
+__all__ = ["EpisodeGroup"]
 
 
 @attrs.define(eq=False)
-class Group:
+class EpisodeGroup:
     """The episodes of a task.
 
     Args:
