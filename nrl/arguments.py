@@ -345,9 +345,8 @@ def _are_items(value: Any, base: type, kind: Any) -> bool:
     """Return whether a value has items of a kind. Readers of mappings report a wrong item by its position."""
     if isinstance(value, str | bytes | Mapping) or hasattr(value, "_fields"):  # a record is no list of its fields
         return False
-    like_a_list = hasattr(value, "__len__") and hasattr(
-        value, "__getitem__"
-    )  # Tables of other libraries are such sequences.
+    # Tables of other libraries are sequences without a common base class.
+    like_a_list = hasattr(value, "__len__") and hasattr(value, "__getitem__")
     if not isinstance(value, base if base is not list else (list, tuple)) and not (base is Sequence and like_a_list):
         return False
     is_unchecked = not isinstance(value, list | tuple) or _is_class(

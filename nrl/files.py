@@ -76,10 +76,8 @@ def to_folder(where: str | Folder) -> Folder:
         return path.absolute() if str(path).startswith("~") else path  # A Path drops the dot of "./~/runs".
     from upath import UPath  # Only stores need it.
 
-    local: dict[str, Any] = (
-        {"auto_mkdir": True} if protocol in ("file", "local") else {}
-    )  # Listings must show files that others wrote.
-    try:
+    local: dict[str, Any] = {"auto_mkdir": True} if protocol in ("file", "local") else {}
+    try:  # Listings are not cached, since they must show files that others wrote.
         folder = UPath(where, use_listings_cache=False, **local)
         _ = folder.fs
     except (ImportError, ValueError) as error:

@@ -99,9 +99,8 @@ def routed_tokens(batch: TensorDict) -> np.ndarray:
         return token_ids
     routes = batch["routes"].flatten(0, batch["input_ids"].ndim - 1).flatten(1).cpu()
     keys = torch.cat([ids.cpu().reshape(-1, 1).view(torch.int16), routes.to(torch.int16)], 1).contiguous().numpy()
-    scalar_keys = keys.view(np.dtype((np.void, keys.shape[1] * keys.itemsize)))[
-        :, 0
-    ]  # One value a token can be sorted.
+    # Tokens can be sorted by one value each.
+    scalar_keys = keys.view(np.dtype((np.void, keys.shape[1] * keys.itemsize)))[:, 0]
     numbers: np.ndarray = np.unique(scalar_keys, return_inverse=True)[1]
     return numbers.reshape(ids.shape)
 

@@ -38,7 +38,7 @@ class TraceFork(NamedTuple):
         reason: ``"rewritten"``: a message of the history is another one now, or is gone. ``"retried"``: the messages
             end where the history goes on. ``"template"``: the chat template writes what came before differently once
             the new messages follow; many leave out earlier reasoning.
-        at: how many messages of the history are still true.
+        num_messages: number of messages of the history that are unchanged.
         details: description of the difference, in words.
 
     >>> TraceFork("retried", 1, "the messages are the first 1 of the history's 2").reason
@@ -68,13 +68,12 @@ class Sampled(NamedTuple):
 
 
 class Extension(NamedTuple):
-    """The token ids to ask with: ``tokens[:kept] + appended``.
+    """The token ids to ask with: ``tokens[:num_kept] + appended``.
 
     Args:
-        kept: how many of the trace's tokens: all, where it goes on; fewer, where it forks. They end with a sampled
-            turn.
-        appended: the ids behind them; none was sampled.
-        fork: why fewer; None where the trace goes on.
+        num_kept: number of kept tokens of the trace, up to the end of a sampled turn: all, or fewer at a fork.
+        appended: the ids behind these tokens; none was sampled.
+        fork: the reason for fewer tokens; None: the trace goes on.
 
     >>> Extension(num_kept=12, appended=[3, 4], fork=None).num_kept
     12
@@ -137,17 +136,17 @@ def bridge(
 ) -> list[int] | TraceFork:
     """Return the token ids to append behind a sampled turn, so that the model answers new messages.
 
-    They begin with the token that ends a turn, if the turn was cut or ended by another one. If it was cut in reasoning
-    that lies apart in the message, what the template closes it with comes first.
+    They begin with the token at the end of a turn, if the turn was cut or has another end. If the turn was cut within
+    reasoning in a field of its own, the template's closing mark of reasoning comes first.
 
     Args:
-        turn: the ids that were sampled, with the token that ended them, if one did.
-        history: messages up to and including the assistant's, which the turn stands for. Its content may be the turn's
-            text, or reasoning and calls may lie apart, in the fields that the template reads.
-        new: what follows; the last is not the assistant's.
+        turn: the sampled ids, with the token at their end, if any.
+        history: messages up to and including the assistant's message of the turn. Its content may be the turn's text,
+            or reasoning and calls may be in fields read by the template.
+        new: the following messages; the last is not the assistant's.
         tokenizer: a transformers tokenizer with a chat template.
         tools: JSON schemas of functions, for the template.
-        max_tokens: how many ids are wanted; None: all. Longer messages are not encoded to their end.
+        max_tokens: limit of ids; None: no limit. Longer messages are not encoded to their end.
 
     Returns:
         At least one id; or a `TraceFork` of reason ``"template"``, if the template writes the conversation before the
@@ -170,23 +169,24 @@ def bridge(
     '<|im_end|>\\n<|im_start|>user\\nmore<|im_end|>\\n<|im_start|>assistant\\n'
     """
     _check(history, new)
-    messages_in_form = to_template_form([*history, *new], tokenizer, tools)
-    history, new = messages_in_form[: len(history)], messages_in_form[len(history) :]
+    conversation = to_template_form([*history, *new], tokenizer, tools)
+    history, new = conversation[: len(history)], conversation[len(history) :]
     turn, last = list(turn), history[-1]
     before = templated(history[:-1], tokenizer, asking=True, tools=tools)
     chat = render_chat([*history, *new], tokenizer, asking=True, tools=tools)
     after = chat.text
     if not after.startswith(before):
-        return _make_template_fork(history, f"what it wrote as {_difference(before, after)}")
+        return _make_fork(history, f"what it wrote as {_difference(before, after)}")
     tail = _tail(before, after, history, new, tokenizer, tools)
     if tail is None:
-        return _make_template_fork(history, f"the end of message {len(history) - 1}, and not always in the same way")
+        return _make_fork(history, f"the end of message {len(history) - 1}, and not always in the same way")
     turn_text = after[len(before) : len(after) - len(tail)]  # the turn, as the template writes it
     if not _contains_turn(before, turn_text, turn, last, tokenizer):
         sampled_text = tokenizer.decode(turn, skip_special_tokens=True)
-        return _make_template_fork(
+        return _make_fork(
             history,
-            f"message {len(history) - 1} as {_shown(turn_text)}, which leaves out some of {_shown(sampled_text)}",
+            f"message {len(history) - 1} as {shown(repr(turn_text))}, which leaves out some of "
+            f"{shown(repr(sampled_text))}",
         )
     special = special_tokens(tokenizer)
     ids = encode(chat.part(len(after) - len(tail)), tokenizer, max_tokens, continues=True)
@@ -197,9 +197,7 @@ def bridge(
     if turn and turn[-1] in special:  # ended by another token
         alone = templated(history, tokenizer, tools=tools).rstrip()
         if alone.endswith(tokenizer.decode(turn[-1:])):
-            return _make_template_fork(
-                history, f"{tokenizer.decode(turn[-1:])!r}, the end of message {len(history) - 1}"
-            )
+            return _make_fork(history, f"{tokenizer.decode(turn[-1:])!r}, the end of message {len(history) - 1}")
     sampled_text = tokenizer.decode(turn)
     if turn_text.startswith(sampled_text) and any(last.get(name) for name in REASONING):  # the template closes it
         return encode(chat.part(len(before) + len(sampled_text)), tokenizer, max_tokens, continues=True)
@@ -218,22 +216,21 @@ def extend(
 ) -> Extension:
     """Extend a trace to the token ids with which a model answers a longer conversation.
 
-    Where the messages are the trace's history and new ones, that is all of the trace and a `bridge`. Otherwise the
-    trace forks behind the last of its turns from which there is a bridge. If there is none, the row is the chat
-    template's text of all messages. Tokens that are kept were trained in the row that they come from, so the loss mask
-    of the fork leaves them out.
+    For the trace's history and new messages, the result is the whole trace and a `bridge`. Otherwise the trace forks
+    behind its last turn with a bridge. Without a bridge the row is the chat template's text of all messages. Kept
+    tokens are trained in their original row, and the loss mask of the fork leaves them out.
 
     Args:
         tokens: the trace's; empty: a new trace.
         history: its messages; the last is the assistant's.
-        turns: which of its messages were sampled, in order; the last message is the last of them.
+        turns: the sampled turns of its messages, in order; the last message is the last turn.
         messages: the whole conversation; the last is not the assistant's.
         tokenizer: a transformers tokenizer with a chat template.
         tools: JSON schemas of functions, for the template.
-        max_tokens: how many ids are wanted behind what is kept; None: all.
+        max_tokens: limit of ids behind the kept tokens; None: no limit.
 
     Returns:
-        How much of the trace is kept, what is appended, and why it forks, if it does.
+        The number of kept tokens, the appended ids, and the reason of a fork.
 
     Raises:
         DataError: as `bridge` does; or the trace does not end with its last turn.
@@ -272,8 +269,8 @@ def extend(
         if not isinstance(appended, TraceFork):
             return Extension(turn.stop, appended, fork)
         fork = fork or appended
-    messages_in_form = to_template_form(messages, tokenizer, tools)
-    chat = render_chat(messages_in_form, tokenizer, asking=True, tools=tools)
+    conversation = to_template_form(messages, tokenizer, tools)
+    chat = render_chat(conversation, tokenizer, asking=True, tools=tools)
     return Extension(0, encode(chat, tokenizer, max_tokens), fork)
 
 
@@ -356,16 +353,15 @@ def _contains_turn(before: str, turn_text: str, turn: list[int], message: Mappin
     calls = message.get("tool_calls") or []
     if not calls:
         read = tokenizer.decode(encode(turn_text, tokenizer), skip_special_tokens=True)
-        sampled_text = _remove_spaces(tokenizer.decode(turn, skip_special_tokens=True))
-        return sampled_text in _remove_spaces(read) or sampled_text in _remove_spaces(
-            turn_text
-        )  # it may have spelled a special token
+        sampled_text = _squeeze(tokenizer.decode(turn, skip_special_tokens=True))
+        # The second text may have spelled a special token.
+        return sampled_text in _squeeze(read) or sampled_text in _squeeze(turn_text)
     # The template writes calls in its own way, of which only the names can be told. A content may begin with what the
     # generation prompt has begun, such as the opening of the reasoning.
     texts = [*_texts(message), *(str((call.get("function") or call).get("name", "")) for call in calls)]
-    before, turn_text, start = _remove_spaces(before), _remove_spaces(turn_text), 0
+    before, turn_text, start = _squeeze(before), _squeeze(turn_text), 0
     for text in texts:
-        start = turn_text.find(word := _strip_overlap(before, _remove_spaces(text)), start)
+        start = turn_text.find(word := _strip_overlap(before, _squeeze(text)), start)
         if start < 0:
             return False
         start += len(word)
@@ -386,12 +382,12 @@ def _texts(message: Mapping[str, Any]) -> Iterator[str]:
         yield from (part for part in parts if isinstance(part, str))
 
 
-def _remove_spaces(text: str) -> str:
+def _squeeze(text: str) -> str:
     """Return a text without white space, in composed Unicode form, which some tokenizers produce."""
     return "".join(unicodedata.normalize("NFC", text).split())
 
 
-def _make_template_fork(history: Sequence[Mapping[str, Any]], details: str) -> TraceFork:
+def _make_fork(history: Sequence[Mapping[str, Any]], details: str) -> TraceFork:
     return TraceFork("template", len(history) - 1, f"once new messages follow, the chat template writes {details}")
 
 
@@ -400,7 +396,3 @@ def _difference(before: str, after: str) -> str:
     same = next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(before), len(after)))
     start = max(same - 10, 0)  # The differing parts may begin alike.
     return f"{before[start : same + 30]!r} as {after[start : same + 30]!r}"
-
-
-def _shown(text: str) -> str:
-    return shown(repr(text))

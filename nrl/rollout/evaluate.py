@@ -94,14 +94,14 @@ def grade(
 
     Args:
         sampler: the policy.
-        verifier: such as `nrl.envs.number`; or an environment. Then a sample is an episode, which counts once however
-            often it forked; there are no extracted answers, and its timeout is its own.
-        tasks: with a ``"prompt"``, and the fields that the verifier reads; or those that the environment does.
+        verifier: a verifier, for example `nrl.envs.number`, or an environment. A sample of an environment is an
+            episode, counted once even if forked, without extracted answers, and with the environment's own timeout.
+        tasks: with a ``"prompt"``, and the fields of the verifier; or with the fields of the environment.
         n: samples a task.
         sampling: instead of the sampler's own.
-        seed: of the noise; a sample's noise is a function of the seed, the number of its task and its place there.
+        seed: of the noise, a function of the seed, the number of the task, and the index of the sample.
         first_group: the number of the first task.
-        timeout: seconds that one call of the verifier may take; None: no limit. Left out, as in `nrl.envs.single_turn`.
+        timeout: seconds for one call of the verifier; None: no limit. Default: as in `nrl.envs.single_turn`.
 
     Returns:
         One for each task, in order.
@@ -109,7 +109,7 @@ def grade(
     Raises:
         DataError: ``tasks`` is empty, or ``n`` is not positive.
         ArgumentError: ``max_new_tokens`` of the sampling are more than the sampler's context has tokens.
-        EnvError: the verifier is neither a function nor an environment, or there is a ``timeout`` for an environment.
+        EnvError: the verifier is neither a function nor an environment, or ``timeout`` is given for an environment.
         GenerationError: the sampler could not serve a request. Its other errors are passed on, too.
 
     >>> import nrl
@@ -268,10 +268,10 @@ def measure(graded: Sequence[Graded], k: Sequence[int] = (), *, passing: float =
     - ``eval/length``: the mean number of sampled tokens; ``eval/truncated``: the fraction that hit a length limit.
     - ``eval/turns``: the mean number of turns, and ``eval/status/<name>``: the number of samples whose status was not
       ``"ok"``, by what became of them. Both are of environments.
-    - ``eval/invalid``: the number of samples that are left out.
+    - ``eval/invalid``: the number of omitted samples.
 
-    ``eval/pass@<k>`` leaves out tasks with fewer than k samples left, and the majority those with none. The weight of
-    each metric is the number of tasks, or samples, that were measured.
+    ``eval/pass@<k>`` leaves out tasks with fewer than k valid samples, the majority tasks without a valid sample. The
+    weight of each metric is the number of measured tasks or samples.
 
     Args:
         graded: from `grade`; of several calls, one after the other.

@@ -53,24 +53,24 @@ def is_closed() -> bool:
 
 @checked("ahead")
 def ahead[T](stream: Stream[T], n: int) -> Source[T]:
-    """Items up to ``n`` versions early: pull ``k`` gets an item made before pull ``max(k - n, 0)`` returned.
+    """Produce items up to ``n`` versions early: pull ``k`` gets an item made before pull ``max(k - n, 0)`` returned.
 
     Before each pull returns, production is ``n`` items ahead of the consumer, so a row's lag is at most ``n``. If
     weights are published once a pull, the lag of pull ``k`` is exactly ``min(k, n)`` on the local cluster. With ``n=0``
-    nothing is early, and the loop is synchronous. If other processes make the items, such as a sampler on a Ray mesh, a
-    pull waits for its own item alone: the others are produced, one after the other, while the program trains. The lag
-    is at most ``n`` then, too; asking for the state waits for pending items. Near the end of a loop over `Run.steps`
-    such processes make none early that the loop will not take, also behind `batched`, `drop_uniform`, `filtered` and
-    `fresh`; but a transform of your own has to pass ``expect`` on.
+    the loop is synchronous. If other processes make the items, for example a sampler on a Ray mesh, a pull waits for
+    its own item alone: later items are produced in order while the program trains. The lag is at most ``n`` then, too;
+    reading the state waits for pending items. Near the end of a loop over `Run.steps` these processes make no surplus
+    items, also behind `batched`, `drop_uniform`, `filtered` and `fresh`; a transform of your own has to pass ``expect``
+    on.
 
-    On the local cluster the last pulls make ``n`` items that the loop does not take. A longer run goes on with these:
-    made later, they would be of newer weights, and its numbers would not be those of a run that was longer at once.
+    On the local cluster the last pulls make ``n`` surplus items. A longer run continues with these, because items made
+    later have newer weights, and numbers would differ from a run with more steps from the start.
 
     A sampler on a Ray mesh that shares GPUs with the trainer cannot work while that trains: `nrl.publish` refuses it.
 
     Args:
         stream: makes the items.
-        n: how many items may be waiting.
+        n: limit of waiting items.
 
     Raises:
         DataError: ``n`` is negative.

@@ -18,7 +18,16 @@ from nrl.backends.types import Completion, Sampling
 from nrl.errors import GenerationError, LostRequest
 from nrl.runtime.mesh.futures import done
 
-__all__ = ["NO_LIMITS", "Key", "SamplerClient", "TurnLimits", "make_client", "truncate"]
+__all__ = [
+    "NO_LIMITS",
+    "BatchedClient",
+    "Key",
+    "SamplerClient",
+    "StreamingClient",
+    "TurnLimits",
+    "make_client",
+    "truncate",
+]
 
 type Key = tuple[int, int]
 """An episode: its group, and its place there."""
@@ -100,9 +109,9 @@ class SamplerClient(ABC):
     """Live episodes and their requests to the sampler. It is created and used on the event loop of the episodes.
 
     Args:
-        sampler: answers.
+        sampler: answers the requests.
         sampling: instead of the sampler's own.
-        most: how many episodes may be live at a time; None: all.
+        max_live: limit of live episodes; None: no limit.
     """
 
     def __init__(self, sampler: Sampler, sampling: Sampling | None, max_live: int | None) -> None:

@@ -61,20 +61,20 @@ def batched[T](stream: Stream[T], n: int, collate: Callable[[Sequence[T]], Batch
 
 @checked("drop_uniform")
 def drop_uniform(stream: Stream[Batch], patience: int = 32) -> Source[Batch]:
-    """Drop the groups whose rewards are all equal, which teach nothing, and ask for others in their place.
+    """Drop the groups with equal rewards, which teach nothing, and replace them by further groups.
 
-    The next group that is kept carries the numbers of the dropped ones, in the columns ``dropped`` (valid rows),
+    The next kept group carries the counts of the dropped ones, in the columns ``dropped`` (valid rows),
     ``dropped_rewards`` (the sum of their rewards), ``dropped_invalid`` (failed rows) and ``dropped_tokens/uniform`` (of
-    the policy, in all of these), which add up over rows. A group with fewer than two valid rows is uniform. A reward
-    that is NaN or infinite is refused, since it is equal to nothing: a row whose reward could not be computed has to be
-    invalid, as `nrl.rollout` makes it.
+    the policy, in all dropped rows); the counts add up over rows. A group with fewer than two valid rows is uniform. A
+    reward of NaN or infinity is refused, since it equals no number: a row without a computed reward has to be invalid,
+    as in `nrl.rollout`.
 
     Args:
         stream: of groups.
         patience: how many draws in a row may be dropped whole.
 
     Raises:
-        DataError: so many draws held no group that teaches anything, or ``patience`` is not positive.
+        DataError: ``patience`` draws had no group with different rewards, or ``patience`` is not positive.
         NotFinite: the reward of a valid row is NaN or infinite.
 
     Source: dynamic sampling, Yu et al., 2025 (2503.14476), section 3.2.
@@ -105,19 +105,19 @@ def drop_uniform(stream: Stream[Batch], patience: int = 32) -> Source[Batch]:
 
 @checked("filtered")
 def filtered(stream: Stream[Batch], keep: Callable[[Batch], bool], patience: int = 32) -> Source[Batch]:
-    """Keep the groups or batches that a predicate accepts, and ask for others in place of the rest.
+    """Keep the groups or batches accepted by a predicate, and replace the rejected ones.
 
-    Columns carry the numbers of the dropped ones, as with `drop_uniform`, so that the metrics count them; their tokens
-    are ``dropped_tokens/filtered``.
+    Columns carry the counts of the dropped items, as with `drop_uniform`, for the metrics; their tokens are
+    ``dropped_tokens/filtered``.
 
     Args:
         stream: of groups or batches.
-        keep: whether to keep one; it must not change it.
+        keep: returns whether to keep an item, without changing the item.
         patience: how many draws in a row may be dropped whole.
 
     Raises:
-        DataError: so many draws held nothing to keep, ``patience`` is not positive, or ``keep`` returned something else
-            than a truth value, such as None.
+        DataError: ``patience`` draws had no accepted item, ``patience`` is not positive, or ``keep`` returned no truth
+            value.
 
     >>> from nrl.data import counting
     >>> def group(index):
@@ -148,18 +148,18 @@ def filtered(stream: Stream[Batch], keep: Callable[[Batch], bool], patience: int
 
 @checked("fresh")
 def fresh(stream: Stream[Batch], lag: int, sampler: Versioned, patience: int = 32) -> Source[Batch]:
-    """Drop groups or batches with a row older than ``lag`` versions, and ask for others in their place.
+    """Drop groups or batches with a row older than ``lag`` versions, and replace them by newer ones.
 
     Columns carry the numbers of the dropped ones, as with `drop_uniform`; their tokens are ``dropped_tokens/stale``.
 
     Args:
         stream: of groups or batches, with ``version``.
-        lag: how many publishes ago a row may have been sampled.
+        lag: limit of publishes since a row was sampled.
         sampler: its version is the present.
         patience: how many draws in a row may be dropped whole.
 
     Raises:
-        DataError: so many draws were too old, ``lag`` is negative, or ``patience`` is not positive.
+        DataError: ``patience`` draws were too old, ``lag`` is negative, or ``patience`` is not positive.
 
     >>> from nrl.data import counting
     >>> class Now:

@@ -88,9 +88,8 @@ class Axis:
         width = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
         width = max(width, 1.0) if integers else width
         places = np.arange(math.ceil(self.low / width - 1e-9), math.floor(self.high / width + 1e-9) + 1)
-        digits = (
-            math.ceil(math.log10(max(abs(self.low), abs(self.high)) / width)) + 1
-        )  # digits that distinguish two ticks
+        # This many digits distinguish two ticks.
+        digits = math.ceil(math.log10(max(abs(self.low), abs(self.high)) / width)) + 1
         return [
             (precise(multiple * width, max(digits, 6)), round(float(self(multiple * width)), 1)) for multiple in places
         ]

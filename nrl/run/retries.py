@@ -20,12 +20,12 @@ _LONGEST = 60.0  # seconds between two attempts
 
 
 def retrying[C, T](main: Callable[[C], T], times: int = 3, *, pause: float = 1.0) -> Callable[[C], T]:
-    """Turn a program into one that goes on from its last checkpoint when it loses a process of a mesh.
+    """Let a program continue from its last checkpoint when a process of a mesh is lost.
 
     `nrl.errors.LostActor` leaves the ``with`` blocks of the program, which end its meshes. Then ``main`` is called
-    again, with the same configuration. Its `nrl.run` enters the same folder, even if ``out`` is None, so `Run.restore`
-    finds the newest checkpoint, and the metrics are those of a run that lost nothing. Its ``cluster.reserve(...,
-    least=)`` may return fewer slots than before, where a host is gone.
+    again, with the same configuration. Its `nrl.run` enters the same folder, even if ``out`` is None, hence
+    `Run.restore` finds the newest checkpoint, and the metrics equal the metrics of an undisturbed run. Its
+    ``cluster.reserve(..., least=)`` may return fewer slots than before, if a host is gone.
 
     The error may come wrapped: as the ``__cause__`` of another (``raise ... from``), or in an `ExceptionGroup` of such
     errors alone. All other errors, and Ctrl-C, end the program as without this. So does SIGTERM: a process lost after
@@ -34,8 +34,8 @@ def retrying[C, T](main: Callable[[C], T], times: int = 3, *, pause: float = 1.0
     Args:
         main: ``(cfg) -> value``.
         times: retries in a row without a new checkpoint; then the error is raised. A new checkpoint restarts the
-            count, so a run of weeks may lose any number of processes, and one that reaches no further checkpoint ends.
-        pause: seconds before the first of these retries; twice as long before each further one, a minute at most.
+            count: a run of weeks may lose any number of processes, and a run without further checkpoints ends.
+        pause: seconds before the first of these retries; doubled before each further retry, up to a minute.
 
     Returns:
         The program.

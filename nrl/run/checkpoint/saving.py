@@ -188,12 +188,12 @@ def newest(
 ) -> Checkpoint | None:
     """Find the newest checkpoint to go on from: intact, with finite weights and optimizer states.
 
-    Others are set aside: damaged ones to ``<name>.damaged``, those that are not finite to ``<name>.diverged``. It first
-    removes half-written files of a killed process, so call it only while nobody is writing.
+    Newer checkpoints are quarantined: damaged ones as ``<name>.damaged``, diverged ones as ``<name>.diverged``. Call
+    this function only while no process writes, because half-written files are removed first.
 
     Args:
-        root: the folder that holds the checkpoints.
-        say: gets a line about each checkpoint that is set aside.
+        root: the folder of the checkpoints.
+        say: gets a line about each quarantined checkpoint.
         readers: as in `verify`.
 
     Returns:
