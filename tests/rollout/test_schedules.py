@@ -94,7 +94,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def under_way(episodes: int, groups: int) -> bool:
     """Whether so many episodes have not ended, and so many groups; asked on their loop."""
     tasks = [task.get_coro().__qualname__ for task in asyncio.all_tasks()]  # type: ignore[union-attr]
-    return (tasks.count("Running._one"), tasks.count("Running._whole")) == (episodes, groups)
+    return (tasks.count("EpisodeScheduler._one"), tasks.count("EpisodeScheduler._whole")) == (episodes, groups)
 
 
 @pytest.fixture
