@@ -16,7 +16,7 @@ import torch
 
 import nrl  # noqa: F401 - before pytest collects doctests, or it would import modules a second time under their names
 from nrl.batch import columns
-from nrl.run.step_log import collector_spared
+from nrl.run.step_log import gc_paused
 from nrl.runtime.venvs.registry import EXECUTABLES
 
 torch.set_num_threads(1)  # small tensors: more threads cost more than they give, and sums keep one order
@@ -58,7 +58,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 @pytest.hookimpl(wrapper=True)
 def pytest_runtestloop() -> Generator[None, object, object]:
     """Half a million objects are there by now and stay: no search for garbage looks at them again."""
-    with collector_spared():
+    with gc_paused():
         return (yield)
 
 

@@ -13,7 +13,7 @@ import torch
 from nrl import tiny
 from nrl.backends import Capabilities, Completion, Sampling
 from nrl.errors import ClosedCluster
-from nrl.runtime.mesh.futures import gathered
+from nrl.runtime.mesh.futures import gather
 
 __all__ = ["SimulatedEngine"]
 
@@ -61,7 +61,7 @@ class SimulatedEngine:
 
     def generate(self, prompts: Any, *, seeds: Any = None, sampling: Any = None) -> Any:
         """All answers, together."""
-        return gathered(self.stream(prompts, seeds))
+        return gather(self.stream(prompts, seeds))
 
     def receive(self, buckets: Any, version: int, *, inflight: Any = "wait") -> None:
         """Have other weights; what is under way goes on."""

@@ -45,7 +45,7 @@ def curves(found: Mapping[str, Sequence[Sequence[float]]], what: str, width: int
     for label, at in y.ticks(5):
         parts.append(f'<path d="M50 {at}H700" stroke="#e3e6eb"/>')
         parts.append(f'<text x="43" y="{at + 4}" text-anchor="end">{label}</text>')
-    parts += [f'<text x="{at}" y="347" text-anchor="middle">{label}</text>' for label, at in x.ticks(6, whole=True)]
+    parts += [f'<text x="{at}" y="347" text-anchor="middle">{label}</text>' for label, at in x.ticks(6, integers=True)]
     for row, (name, repetitions) in enumerate(found.items()):
         colour, dashes = _STYLES[row]
         stroke = f'stroke="{colour}" stroke-width="1.8" stroke-dasharray="{dashes}"'

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from nrl.ops.plan import fake_cuda
 from nrl.ops.plan.gpus import GPUS, Gpu
-from nrl.ops.plan.op_counter import Counting
+from nrl.ops.plan.op_counter import OpCounter
 from nrl.runtime.device_specs import product
 
 __all__ = [
@@ -48,7 +48,7 @@ class Device:
     name: str
     capability: tuple[int, int]
     memory: int
-    fake: Counting | None = None
+    fake: OpCounter | None = None
 
     @property
     def torch(self) -> torch.device:
@@ -89,8 +89,8 @@ def first_device(fake: bool) -> Device:
     if not fake:
         found = torch.cuda.get_device_properties(0)
         return Device(found.name, (found.major, found.minor), found.total_memory)
-    counting, capability, memory = Counting(), GPUS["h100"].capability, int(GPUS["h100"].memory)
-    fake_cuda.install(capability, memory, counting.waited)
+    counting, capability, memory = OpCounter(), GPUS["h100"].capability, int(GPUS["h100"].memory)
+    fake_cuda.install(capability, memory, counting.count_wait)
     fake_cuda.choose_attention(capability, Counter())
     return Device("no device: fake tensors", capability, memory, counting)
 

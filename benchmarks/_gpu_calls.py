@@ -61,9 +61,9 @@ def rests(steps: Steps, device: Device, report: Report) -> None:
     size = sum(x.nbytes for each in steps.state.optimizer.state.values() for x in each.values())
     size += sum(x.nbytes for x in steps.state.module.parameters())
     calls: dict[str, Callable[[], Any]] = {
-        "rest": steps.state.rest,
-        "wake": steps.state.wake,
-        "save": lambda: saved.append(steps.engine.save(steps.state, steps.state.module).copied()),
+        "rest": steps.state.offload,
+        "wake": steps.state.onload,
+        "save": lambda: saved.append(steps.engine.save(steps.state, steps.state.module).copy_to_host()),
     }
     saved: list[Any] = []
     for number in range(3):

@@ -14,12 +14,12 @@ from nrl.algos import sft_loss
 from nrl.backends import Model, Sampler, Trainer
 from nrl.backends.fsdp.torch_engine import TorchEngine
 from nrl.backends.models import lora
-from nrl.backends.training.layout.packed_attention import packing_on
+from nrl.backends.training.layout.packed_attention import choose_packing
 from nrl.backends.training.loss.loss_terms import global_weights
 from nrl.batch import Batch
 from nrl.batch.packed_rows import Rectangles
 from nrl.batch.prefixes import microbatches_by_prefix
-from nrl.ops.plan.simulate import LOSSES, Step, rows
+from nrl.ops.plan.simulate import LOSSES, Step, make_rows
 
 __all__ = ["Steps", "differences", "exchanged", "plain", "training_flops"]
 
@@ -36,8 +36,11 @@ class Steps:
     """
 
     def __init__(self, step: Step, where: torch.device, fake: bool, compile: bool = False, drawn: bool = True) -> None:
-        packing = packing_on(where, Rectangles, step.dtype, "gpu.py")
-        model, source = Model(dict(step.model), dtype=step.dtype), lora.unread if drawn and not fake else lora.unfilled
+        packing = choose_packing(where, Rectangles, step.dtype, "gpu.py")
+        model, source = (
+            Model(dict(step.model), dtype=step.dtype),
+            lora.build_lazy if drawn and not fake else lora.build_without_weights,
+        )
         self.engine = TorchEngine(
             model,
             attrs.evolve(step.optimizer, lr=1e-6, clip=1e9),
@@ -48,7 +51,7 @@ class Steps:
             offload=step.offload,
             source=source,
         )
-        self.batch, self.loss = rows(step), LOSSES[step.loss]
+        self.batch, self.loss = make_rows(step), LOSSES[step.loss]
         weights = global_weights(self.loss, self.batch)
         self.weights = dict.fromkeys(weights, 1.0) if fake else weights
         self.parts = list(microbatches_by_prefix(self.batch, max_tokens=step.max_tokens))
@@ -107,7 +110,7 @@ def training_flops(weights: float, heads: float, sizes: Iterable[int]) -> float:
     ``weights + 6 H D sum(n^2) L``: per layer, forward, two products of ``2 n^2 H D / 2``; backward, twice that.
 
     Args:
-        weights: of `nrl.ops.plan.analytic.closed_flops`.
+        weights: of `nrl.ops.plan.analytic.count_flops`.
         heads: ``L H D``, all layers' numbers of queries of a token.
         sizes: n, the tokens of each row.
 

@@ -38,7 +38,7 @@ from nrl.backends import adamw, fsdp
 from nrl.backends.hf.cache import prepare
 from nrl.backends.hf.decoding import decode
 from nrl.backends.models.loading import build
-from nrl.runtime.node.cgroups import mask
+from nrl.runtime.node.cgroups import allowed_cores
 
 __all__ = ["BESIDE", "compare_threads", "main", "measure", "options"]
 
@@ -77,7 +77,7 @@ def environment(threads: int | None = None) -> dict[str, str]:
 def busy(program: str | None) -> Iterator[None]:
     """While entered, as many processes as there are cores run a program; none where it is None."""
     command = [sys.executable, "-c", program or ""]
-    count = mask() if program else 0
+    count = allowed_cores() if program else 0
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, env=environment(), text=True) for _ in range(count)]
     try:
         for process in processes:
@@ -153,7 +153,7 @@ def compare_threads(width: int, layers: int, turns: int, rows: int = 256) -> dic
 
         acts: dict[str, Callable[[], None]] = {"train": train, "rollout": generate}
         for name, act in acts.items():
-            sides = partial(timed, act, mask()), partial(timed, act, 1)
+            sides = partial(timed, act, allowed_cores()), partial(timed, act, 1)
             pairs[name] = [pair(*sides, turn) for turn in range(turns + 1)][1:]
     return {"parameters": sum(each.numel() for each in module.parameters()), "pairs": pairs}
 
@@ -164,7 +164,8 @@ def main(given: argparse.Namespace) -> None:
     with watched() as machine:
         if given.sizes:
             print(
-                f"{mask()} threads / 1 thread\n\n| width, layers | parameters | | CPU | wall |\n|---|---|---|---|---|"
+                f"{allowed_cores()} threads / 1 thread\n\n"
+                "| width, layers | parameters | | CPU | wall |\n|---|---|---|---|---|"
             )
             for width, layers in SIZES:
                 found = results[f"{width}, {layers}"] = compare_threads(width, layers, given.turns)

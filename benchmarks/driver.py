@@ -41,16 +41,16 @@ from nrl.backends.sampling import pool
 from nrl.backends.training import trainer as driver_half
 from nrl.batch import Batch, deal
 from nrl.batch.metrics import Mean, Sum
-from nrl.run.step_log import collector_spared
+from nrl.run.step_log import gc_paused
 from nrl.runtime import P, cluster, merged, shard_map
 from nrl.runtime.mesh import mapping
 from nrl.runtime.mesh.local import LocalCluster
 from nrl.runtime.mesh.placement import Mesh
 from nrl.runtime.mesh.processes import Processes
 from nrl.runtime.ray.call_arguments import Arguments
-from nrl.runtime.ray.codec.messages import Receipt
-from nrl.runtime.ray.codec.pickling import serialized
-from nrl.runtime.ray.pending_call import Seat
+from nrl.runtime.ray.codec.messages import CallReply
+from nrl.runtime.ray.codec.pickling import serialize
+from nrl.runtime.ray.pending_call import ActorLocation
 from nrl.runtime.ray.processes import RayProcesses
 from nrl.runtime.venvs.registry import Executable
 
@@ -148,17 +148,17 @@ def measure(ranks: int, rows: int, tokens: int, width: int, requests: int, steps
         mesh = here.reserve(ranks).mesh(dp=ranks, executable="system", name="trainer")
         sampler = _sampler(local, ranks)
         trainer = driver_half.make_trainer(mesh, _nothing, name="nobody", max_tokens=width)
-        provided = serialized(frozenset({"logprobs"}), "")
+        provided = serialize(frozenset({"logprobs"}), "")
         here.replies.each = partial(_all, provided)
         step, state = trainer.train_step(grpo_loss), trainer.init()
         count = shard_map(_nothing, mesh, P("dp"), merged)
-        stack.enter_context(collector_spared())  # as `run.steps` does
+        stack.enter_context(gc_paused())  # as `run.steps` does
         for number in range(steps + 1):
             batch = skewed(rows, tokens, width, number)
             prompts = _prompts(requests)
-            shards = [serialized(torch.zeros(len(part), width), "") for part in deal(batch.clone(), ranks)]
-            sums = serialized({f"metric {i}": Mean(torch.ones(()), torch.ones(())) for i in range(20)}, "")
-            taken = serialized({"loss": Mean(torch.ones(()), torch.ones(())), "tokens": Sum(torch.ones(()))}, "")
+            shards = [serialize(torch.zeros(len(part), width), "") for part in deal(batch.clone(), ranks)]
+            sums = serialize({f"metric {i}": Mean(torch.ones(()), torch.ones(())) for i in range(20)}, "")
+            taken = serialize({"loss": Mean(torch.ones(()), torch.ones(())), "tokens": Sum(torch.ones(()))}, "")
             clock.seconds.clear()
             with clock("rest"):
                 here.replies.each = partial(_each, shards)
@@ -174,7 +174,7 @@ def measure(ranks: int, rows: int, tokens: int, width: int, requests: int, steps
                 counted = count(batch)
                 with clock("results"):
                     counted.result()
-                for seat in sampler._seats:
+                for seat in sampler._replicas:
                     seat.waiting = [[]]
                 sampler.stream(prompts, range(requests))
             found.append(dict(clock.seconds) | {"whole": sum(clock.seconds.values())})
@@ -260,7 +260,7 @@ def stood_in(clock: Parts) -> Iterator[None]:
             (pool.EnginePool, "_ask", "requests"),
         ):
             stack.enter_context(mock.patch.object(owner, name, clock.wrap(part, getattr(owner, name))))
-        stack.enter_context(mock.patch.object(pool.EnginePool, "_work_where_wanted"))
+        stack.enter_context(mock.patch.object(pool.EnginePool, "_start_work"))
         gc.callbacks.append(clock.collected)
         stack.callback(gc.callbacks.remove, clock.collected)
         yield
@@ -318,7 +318,7 @@ def _all(given: Any, rank: int) -> list[Any]:
     return [given]
 
 
-_RECEIPT = pickle.dumps(Receipt(0.0, 0.0, (None, None)))
+_RECEIPT = pickle.dumps(CallReply(0.0, 0.0, (None, None)))
 
 
 class _Actor:
@@ -338,7 +338,7 @@ class Nowhere(LocalCluster):
     def start(self, mesh: Mesh, executable: Executable) -> Processes:
         """Nobody, once for each slot."""
         actors = [_Actor(rank, self.replies) for rank in range(mesh.size)]
-        return RayProcesses(mesh, actors, [Seat("node", "address")] * mesh.size, 60.0, actors.__getitem__)
+        return RayProcesses(mesh, actors, [ActorLocation("node", "address")] * mesh.size, 60.0, actors.__getitem__)
 
     def __enter__(self) -> "Nowhere":
         return self

@@ -10,8 +10,8 @@ import sys
 from typing import Any
 
 from nrl.ops.plan.gpus import GPUS
-from nrl.ops.plan.search import Candidate, candidate, candidates, megatron_candidates, ranked
-from nrl.ops.plan.simulate import Step, drive
+from nrl.ops.plan.search import Candidate, fsdp_candidates, make_candidate, megatron_candidates, rank
+from nrl.ops.plan.simulate import Step, simulate_step
 
 QWEN = {"model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151_936}
 MODELS: dict[str, dict[str, Any]] = {  # from the config.json of Qwen/Qwen3-* and meta-llama/Llama-3.1-70B
@@ -59,10 +59,10 @@ def main(drives: bool) -> None:
         for model, config in MODELS.items():
             for size in SIZES:
                 step = Step(config, dp=size, rows=4, width=8192, capability=gpu.capability, memory=int(gpu.memory))
-                best = ranked(list(candidates(step, gpu, ALLOWANCE, size)))[0]
+                best = rank(list(fsdp_candidates(step, gpu, ALLOWANCE, size)))[0]
                 if drives:
-                    best = candidate(best.step, gpu, ALLOWANCE, counted=drive(best.step))
-                other = ranked(list(megatron_candidates(step, gpu, ALLOWANCE, size)))[0]
+                    best = make_candidate(best.step, gpu, ALLOWANCE, counted=simulate_step(best.step))
+                other = rank(list(megatron_candidates(step, gpu, ALLOWANCE, size)))[0]
                 print(f"| {model} | {size:,} | {cell(best, drives)} | {cell(other, False)} |")
 
 

@@ -36,9 +36,9 @@ from benchmarks.fits import MODELS
 from nrl import tiny
 from nrl.backends import Sampling, adamw, fsdp, vllm
 from nrl.batch import Batch, lengths
-from nrl.ops.plan.analytic import closed_flops
+from nrl.ops.plan.analytic import count_flops
 from nrl.ops.plan.gpus import estimate
-from nrl.ops.plan.simulate import Step, drive, rows
+from nrl.ops.plan.simulate import Step, make_rows, simulate_step
 from nrl.runtime.device_specs import peak
 from nrl.runtime.venvs.environments import DISTRIBUTION
 
@@ -117,14 +117,14 @@ def plan(cfg: Config, device: Device, report: Report) -> None:
     """Drive the steps of the other parts on fake tensors, in processes of their own."""
     steps = [step_of(cfg, width, device) for width in cfg.widths]
     with ThreadPoolExecutor() as pool:
-        plans = list(pool.map(drive, steps))
+        plans = list(pool.map(simulate_step, steps))
     for width, step, found in zip(cfg.widths, steps, plans, strict=True):
         written = {"step": attrs.asdict(step), "found": found}
         (Path(cfg.out) / f"plan-{width}.json").write_text(json.dumps(written))
         peak, kernels = found["peak"] / GIB, found["attention"]
         report.tell(f"{step.rows} x {width}: peak {peak:.2f} GiB at {found['peak_at']}; kernels {kernels}")
         if (gpu := _gpu.data_sheet(device.name)) is not None:
-            speed = estimate(found, gpu, int(lengths(rows(step)).sum()), 1)
+            speed = estimate(found, gpu, int(lengths(make_rows(step)).sum()), 1)
             report.tell(f"{step.rows} x {width}: a roofline has {speed['tokens_per_second']:,.0f} tokens/s, at best")
 
 
@@ -262,7 +262,7 @@ def _in_turns(
 def _tell_speed(report: Report, step: Step, batch: Batch, device: Device, times: Mapping[str, Sequence[float]]) -> None:
     sizes, most = lengths(batch).tolist(), peak(device.name)
     outputs = int(batch["loss_mask"].sum())
-    weights = closed_flops(step.model, sum(sizes) - len(sizes), outputs)
+    weights = count_flops(step.model, sum(sizes) - len(sizes), outputs)
     heads = step.model["num_hidden_layers"] * step.model["num_attention_heads"] * step.model["head_dim"]
     flops = training_flops(weights, heads, [size - 1 for size in sizes])
     for name, found in times.items():
@@ -299,7 +299,7 @@ def options(cfg: Config, device: Device, report: Report) -> None:
             report.tell(f"{name}: not measured: {why}")
     driven = steps.keys() - {"compile=true"}  # which the plan leaves out
     with ThreadPoolExecutor() as pool:
-        plans = dict(zip(driven, pool.map(drive, map(steps.__getitem__, driven)), strict=True))
+        plans = dict(zip(driven, pool.map(simulate_step, map(steps.__getitem__, driven)), strict=True))
     for name, step in steps.items():
         try:
             batch, most, times = _option(cfg, step, name not in driven, device)

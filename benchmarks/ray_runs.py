@@ -153,11 +153,11 @@ def start(cluster: str, started: str) -> dict[str, float]:
 
     patches = [mock.patch.object(Trainer, "train_step", timed("actors and engine", waited_for))]
     if cluster == "ray":
-        from nrl.runtime.ray.connection import enter
-        from nrl.runtime.ray.nodes import interpreters
+        from nrl.runtime.ray.connection import connect
+        from nrl.runtime.ray.nodes import find_interpreters
 
-        patches.append(mock.patch("nrl.runtime.ray.cluster.enter", timed("Ray", enter)))
-        patches.append(mock.patch("nrl.runtime.ray.cluster.interpreters", timed("environment", interpreters)))
+        patches.append(mock.patch("nrl.runtime.ray.cluster.connect", timed("Ray", connect)))
+        patches.append(mock.patch("nrl.runtime.ray.cluster.find_interpreters", timed("environment", find_interpreters)))
 
     class Done(Exception):
         """The first step is over."""

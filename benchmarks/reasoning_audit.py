@@ -27,7 +27,7 @@ from nrl.envs import Task, Trace
 from nrl.envs.library.reasoning.scorers import EXACT, MENDED
 from nrl.envs.library.reasoning.tasks import datasets, reasoning_gym, task
 from nrl.envs.library.reasoning.worker import Source, answer_requests
-from nrl.runtime.node.cgroups import cores
+from nrl.runtime.node.cgroups import usable_cores
 from nrl.runtime.venvs.registry import executable
 
 __all__ = [
@@ -202,7 +202,7 @@ def audit(names: Sequence[str], rows: int = 6, workers: int | None = None) -> li
         rows: of each.
         workers: datasets that are audited at a time; None: one for each processor.
     """
-    return asyncio.run(_all(names, rows, workers or cores()))
+    return asyncio.run(_all(names, rows, workers or usable_cores()))
 
 
 def mended() -> str:

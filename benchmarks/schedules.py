@@ -37,7 +37,7 @@ from nrl.backends import Capabilities, Completion, Sampling
 from nrl.data import Source
 from nrl.envs import single_turn
 from nrl.errors import ClosedCluster
-from nrl.run.step_log import collector_spared
+from nrl.run.step_log import gc_paused
 
 __all__ = [
     "SCHEDULES",
@@ -162,7 +162,7 @@ def rate_of(env: nrl.envs.Env, prompts: int, takes: int, clock: Callable[[], flo
     tasks = nrl.data.counting(lambda index: {"prompt": f"{index}+1=", "answer": "2"})
     stream = nrl.batched(nrl.rollouts(Instant(), env, tasks, n=8), prompts)  # type: ignore[arg-type]
     rates = []
-    with collector_spared():  # as in a run
+    with gc_paused():  # as in a run
         for _ in range(takes):
             began = clock()
             [batch] = stream.take(1)

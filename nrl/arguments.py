@@ -60,11 +60,11 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
 
 
 class _Kind(NamedTuple):
-    """How a registered type is checked.
+    """The check of a registered type.
 
     Args:
         accepts: whether a value is of the type.
-        remedy: what to give instead of a value, in the imperative.
+        remedy: the advice for a wrong value, in the imperative.
         words: for a value of the type, after "each".
     """
 
@@ -136,8 +136,8 @@ def checked[F: Callable[..., Any]](name: str, *, finite: bool = True) -> Callabl
 
         @functools.cache
         def parameters() -> dict[str, inspect.Parameter]:
-            own = inspect.signature(function).parameters
-            return dict(list(own.items())[1:] if record else own)
+            parameters_of_function = inspect.signature(function).parameters
+            return dict(list(parameters_of_function.items())[1:] if record else parameters_of_function)
 
         @functools.cache
         def hints() -> dict[str, Any]:
@@ -145,16 +145,16 @@ def checked[F: Callable[..., Any]](name: str, *, finite: bool = True) -> Callabl
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            given = args[1:] if record else args
-            _check_call(name, parameters(), hints(), given, kwargs, finite)
+            positional = args[1:] if record else args
+            _check_call(name, parameters(), hints(), positional, kwargs, finite)
             if not record:
                 return function(*args, **kwargs)
             try:
                 return function(*args, **kwargs)
-            except (TypeError, ValueError) as error:  # of its validators
+            except (TypeError, ValueError) as error:  # Validators of the record raised.
                 if isinstance(error, NrlError):
                     raise
-                text = str(error.args[0] if error.args else error)  # those of attrs have more than their message
+                text = str(error.args[0] if error.args else error)  # Errors of attrs have more arguments.
                 wrong = next((key for key in parameters() if f"'{key}'" in text or f" {key}=" in text), "")
                 raise ArgumentError(text if text.startswith(name) else f"{name}: {text}", wrong) from error
 
@@ -184,21 +184,21 @@ def _check_call(
             f"{name}: it has no argument '{unknown[0]}'; {_use(unknown[0], takes)}it takes {', '.join(takes)}",
             unknown[0],
         )
-    given = dict(zip(by_place, args, strict=False))
-    for key, value in [*given.items(), *((key, value) for key, value in kwargs.items() if key in takes)]:
+    positional = dict(zip(by_place, args, strict=False))
+    for key, value in [*positional.items(), *((key, value) for key, value in kwargs.items() if key in takes)]:
         default = parameters[key].default
         left_to_it = not finite and _are_numbers(value) and _is_numeric(hints.get(key, Any))
         if key in hints and value is not default and not left_to_it:
             check_argument(name, key, value, hints[key])
     if len(args) > len(by_place) and _ARGS not in variadic:
-        others = "; give the others by name" if variadic or len(by_place) < len(takes) else ""
+        hint = "; give the others by name" if variadic or len(by_place) < len(takes) else ""
         shown = [key for key in by_place if key != "self"]
-        found = len(args) - len(by_place) + len(shown)
-        raise ArgumentError(f"{name}: found {found} arguments, and it takes {len(shown)}: {', '.join(shown)}{others}")
-    if twice := [key for key in given if key in kwargs]:
-        raise ArgumentError(f"{name}: {twice[0]} is given twice, first as {described(given[twice[0]])}", twice[0])
+        count = len(args) - len(by_place) + len(shown)
+        raise ArgumentError(f"{name}: found {count} arguments, and it takes {len(shown)}: {', '.join(shown)}{hint}")
+    if twice := [key for key in positional if key in kwargs]:
+        raise ArgumentError(f"{name}: {twice[0]} is given twice, first as {described(positional[twice[0]])}", twice[0])
     needed = [key for key in takes if parameters[key].default is inspect.Parameter.empty]
-    if missing := [key for key in needed if key not in given and key not in kwargs]:
+    if missing := [key for key in needed if key not in positional and key not in kwargs]:
         kind = hints.get(missing[0], Any)
         instead = _remedy(kind, None) if kind is not Any else f"give {missing[0]}=..."
         raise ArgumentError(f"{name}: {missing[0]} is missing; {instead}", missing[0])
@@ -208,25 +208,25 @@ _PLACE, _PLACE_ONLY = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter
 _ARGS, _KWARGS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 
-def _use(unknown: str, known: Sequence[str]) -> str:
-    """The clause that names the right argument, if one is like it."""
-    close = similar_name(unknown, known)
+def _use(unknown: str, names: Sequence[str]) -> str:
+    """Return the clause that names a similar argument; empty: none is similar."""
+    close = similar_name(unknown, names)
     return f"use {close}; " if close else ""
 
 
-def similar_name(unknown: str, known: Iterable[str], cutoff: float = 0.75) -> str:
+def similar_name(unknown: str, candidates: Iterable[str], cutoff: float = 0.75) -> str:
     """Return the name that is probably meant; empty: there is none.
 
     Args:
         unknown: a name that does not exist.
-        known: those that do.
+        candidates: those that do.
         cutoff: how similar the spelling has to be, from 0 to 1. A name of the same thing in another library counts as
             equal.
 
     >>> similar_name("learning_rate", ["lr", "eps"]), similar_name("epss", ["lr", "eps"]), similar_name("x", ["lr"])
     ('lr', 'eps', '')
     """
-    names = list(known)
+    names = list(candidates)
     close = [key for key in names if key == unknown] or [key for key in names if unknown in _ALIASES.get(key, ())]
     return [*close, *get_close_matches(unknown, names, 1, cutoff), ""][0]
 
@@ -248,18 +248,18 @@ def check_argument(caller: str, name: str, value: Any, kind: Any) -> None:
     nrl.errors.ArgumentError: batched: n is 2.5; give a whole number
     """
     if not _fits(value, kind):
-        place, wrong = _first_wrong(value, kind)
-        raise ArgumentError(f"{caller}: {name}{place} is {described(wrong[0])}; {_remedy(wrong[1], wrong[0])}", name)
+        position, wrong = _first_wrong(value, kind)
+        raise ArgumentError(f"{caller}: {name}{position} is {described(wrong[0])}; {_remedy(wrong[1], wrong[0])}", name)
 
 
 def _first_wrong(value: Any, kind: Any) -> tuple[str, tuple[Any, Any]]:
-    """The place of the entry that does not fit, with the entry and its kind; of what has no entries, itself."""
-    origin, kinds = get_origin(_bare(kind)), get_args(_bare(kind))
+    """Return position, value and kind of the first entry that does not fit; without entries the value itself."""
+    origin, kinds = get_origin(_strip_alias(kind)), get_args(_strip_alias(kind))
     alike = origin in (list, Sequence) or (origin is tuple and kinds[-1] is ...)
     if alike and isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        for place, entry in enumerate(value[:_MOST]):
+        for index, entry in enumerate(value[:_MOST]):
             if not _fits(entry, kinds[0]):
-                return f"[{place}]", (entry, kinds[0])
+                return f"[{index}]", (entry, kinds[0])
     return "", (value, kind)
 
 
@@ -267,18 +267,18 @@ _UNIONS = (Union, UnionType)
 _MOST = 1000  # entries of a sequence that are looked at
 
 
-def _bare(kind: Any) -> Any:
-    """A type without aliases and new names."""
+def _strip_alias(kind: Any) -> Any:
+    """Return a type without aliases and new names."""
     while isinstance(kind, TypeAliasType | NewType) and kind not in _KINDS:
         kind = kind.__value__ if isinstance(kind, TypeAliasType) else kind.__supertype__
     return kind
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    kind = _bare(kind)
+    kind = _strip_alias(kind)
     origin, args = get_origin(kind), get_args(kind)
-    if (known := _KINDS.get(kind) or _KINDS.get(origin)) is not None:
-        return known.accepts(value)
+    if (registered := _KINDS.get(kind) or _KINDS.get(origin)) is not None:
+        return registered.accepts(value)
     if kind is Any or kind is object:
         return True
     if origin is Annotated:
@@ -321,8 +321,8 @@ def _is_number(value: Any, infinite: bool = False) -> bool:
 
 
 def _is_numeric(kind: Any) -> bool:
-    """Whether a type is that of a number, or of several."""
-    kind = _bare(kind)
+    """Return whether a type is numeric, or a collection of numeric ones."""
+    kind = _strip_alias(kind)
     inside = get_args(kind) if get_origin(kind) in (*_UNIONS, tuple, Sequence, Annotated) else ()
     return kind in (int, float) or any(map(_is_numeric, inside))
 
@@ -333,7 +333,7 @@ def _are_numbers(value: Any) -> bool:
 
 
 def _are_entries(value: Any, kinds: tuple[Any, ...]) -> bool:
-    """Whether a value is a tuple, or a list, an array or another sequence in its place, with entries of these kinds."""
+    """Return whether a value is a sequence with entries of these kinds; a list or an array may stand for a tuple."""
     if isinstance(value, str | bytes | Mapping) or not (hasattr(value, "__len__") and hasattr(value, "__getitem__")):
         return False
     if not kinds or kinds[-1] is ...:
@@ -342,49 +342,58 @@ def _are_entries(value: Any, kinds: tuple[Any, ...]) -> bool:
 
 
 def _are_items(value: Any, base: type, kind: Any) -> bool:
-    """Whether a value has items of a kind. Whoever reads mappings names the one that is wrong by its place."""
+    """Return whether a value has items of a kind. Readers of mappings report a wrong item by its position."""
     if isinstance(value, str | bytes | Mapping) or hasattr(value, "_fields"):  # a record is no list of its fields
         return False
-    like_a_list = hasattr(value, "__len__") and hasattr(value, "__getitem__")  # as tables of other libraries are
+    # Tables of other libraries are sequences without a common base class.
+    like_a_list = hasattr(value, "__len__") and hasattr(value, "__getitem__")
     if not isinstance(value, base if base is not list else (list, tuple)) and not (base is Sequence and like_a_list):
         return False
-    whole = not isinstance(value, list | tuple) or _is_class(get_origin(_bare(kind)) or _bare(kind), Mapping)
-    return whole or all(_fits(item, kind) for item in value[:_MOST])
+    is_unchecked = not isinstance(value, list | tuple) or _is_class(
+        get_origin(_strip_alias(kind)) or _strip_alias(kind), Mapping
+    )
+    return is_unchecked or all(_fits(item, kind) for item in value[:_MOST])
 
 
 def _remedy(kind: Any, value: Any) -> str:
-    """What to give instead of a value, in the imperative."""
-    members = get_args(_bare(kind)) if get_origin(_bare(kind)) in _UNIONS else (kind,)
+    """Return the advice for a wrong value, in the imperative."""
+    members = get_args(_strip_alias(kind)) if get_origin(_strip_alias(kind)) in _UNIONS else (kind,)
     for member in members:
-        member = _bare(member)
-        if (known := _KINDS.get(member) or _KINDS.get(get_origin(member))) is not None:
-            return known.remedy(value)
-    if isinstance(value, float) and value.is_integer() and int in map(_bare, members):
+        member = _strip_alias(member)
+        if (registered := _KINDS.get(member) or _KINDS.get(get_origin(member))) is not None:
+            return registered.remedy(value)
+    if isinstance(value, float) and value.is_integer() and int in map(_strip_alias, members):
         return f"give {int(value)}, a whole number"
-    numeric = any(_bare(member) in (int, float) or get_origin(_bare(member)) is Annotated for member in members)
+    numeric = any(
+        _strip_alias(member) in (int, float) or get_origin(_strip_alias(member)) is Annotated for member in members
+    )
     quoted = ", without quotes" if numeric and isinstance(value, str) else ""
-    words = " or ".join(dict.fromkeys(map(_wanted, members)))
+    words = " or ".join(dict.fromkeys(map(_describe_kind, members)))
     example = f", such as [{value!r}]" if isinstance(value, str) and words.endswith("each a text") else ""
     return f"give {words}{quoted}{example}"
 
 
-def _wanted(kind: Any) -> str:
-    """The words for a type."""
-    kind = _bare(kind)
+def _describe_kind(kind: Any) -> str:
+    """Return the words for a type."""
+    kind = _strip_alias(kind)
     origin, args = get_origin(kind), get_args(kind)
-    if (known := _KINDS.get(kind) or _KINDS.get(origin)) is not None:
-        return known.words
+    if (registered := _KINDS.get(kind) or _KINDS.get(origin)) is not None:
+        return registered.words
     if origin is Annotated:
-        return "a number" if UNBOUNDED in args else _wanted(args[0])
+        return "a number" if UNBOUNDED in args else _describe_kind(args[0])
     if origin is Literal:
         return " or ".join(map(repr, args))
     if origin in _UNIONS:
-        return " or ".join(dict.fromkeys(map(_wanted, args)))
+        return " or ".join(dict.fromkeys(map(_describe_kind, args)))
     if origin is tuple and args and args[-1] is not ...:
-        return f"({', '.join(map(_wanted, args))})"
+        return f"({', '.join(map(_describe_kind, args))})"
     base = origin or kind
     if base is tuple or (_is_class(base, Iterable) and base not in (str, bytes) and not _is_class(base, Mapping)):
-        return f"several entries, each {_wanted(args[0])}" if args and _bare(args[0]) is not Any else "a list"
+        return (
+            f"several entries, each {_describe_kind(args[0])}"
+            if args and _strip_alias(args[0]) is not Any
+            else "a list"
+        )
     if _is_class(base, Mapping):
         return "a mapping"
     if base is Callable or _is_class(base, Callable):

@@ -135,8 +135,8 @@ advantages(batch).
         super().__init__(reader, column, self.present, hint)
 
     def __str__(self) -> str:
-        there = ", ".join(self.present) or "no columns"
-        text = f"{self.reader} reads the column '{self.column}', which this batch does not have. It has: {there}."
+        columns = ", ".join(self.present) or "no columns"
+        text = f"{self.reader} reads the column '{self.column}', which this batch does not have. It has: {columns}."
         return f"{text} {self.hint}".rstrip()
 
 

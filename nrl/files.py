@@ -28,7 +28,6 @@ __all__ = [
     "Folder",
     "Saved",
     "Written",
-    "at",
     "check_parts",
     "check_sizes",
     "check_sums",
@@ -37,10 +36,11 @@ __all__ = [
     "free_room",
     "make",
     "on_disk",
-    "part",
+    "part_name",
     "read_manifest",
+    "read_saved",
     "resolve_output",
-    "saved_in",
+    "to_folder",
     "without_file_scheme",
     "write",
     "write_manifest",
@@ -59,13 +59,13 @@ _NAME = 255  # bytes that a name may have on the disks of Linux
 _BLOCK = 1 << 24  # bytes that are asked of a store at once, where a whole file is read
 
 
-def at(where: str | Folder) -> Folder:
-    """The folder of a path, or of an URL such as ``s3://bucket/runs/qwen``. ``~/`` begins one in the home folder.
+def to_folder(where: str | Folder) -> Folder:
+    """Return the folder of a path or URL, such as ``s3://bucket/runs/qwen``. ``~/`` begins one in the home folder.
 
     Raises:
-        ConfigError: there is no such protocol, or its package is not installed.
+        ConfigError: the protocol does not exist, or its package is not installed.
 
-    >>> at("runs/qwen"), str(at("memory://runs/qwen") / "train")
+    >>> to_folder("runs/qwen"), str(to_folder("memory://runs/qwen") / "train")
     (PosixPath('runs/qwen'), 'memory://runs/qwen/train')
     """
     if not isinstance(where, str):
@@ -73,21 +73,19 @@ def at(where: str | Folder) -> Folder:
     protocol, url, _ = where.partition("://")
     if not url:
         path = Path(where).expanduser() if where.startswith("~") else Path(where)
-        return path.absolute() if str(path).startswith("~") else path  # of "./~/runs" a Path keeps "~/runs" alone
-    from upath import UPath  # what has no store does without it
+        return path.absolute() if str(path).startswith("~") else path  # A Path drops the dot of "./~/runs".
+    from upath import UPath  # Only stores need it.
 
-    local: dict[str, Any] = (
-        {"auto_mkdir": True} if protocol in ("file", "local") else {}
-    )  # what lists must see what others wrote
-    try:
-        found = UPath(where, use_listings_cache=False, **local)
-        _ = found.fs
+    local: dict[str, Any] = {"auto_mkdir": True} if protocol in ("file", "local") else {}
+    try:  # Listings are not cached, since they must show files that others wrote.
+        folder = UPath(where, use_listings_cache=False, **local)
+        _ = folder.fs
     except (ImportError, ValueError) as error:
         raise ConfigError(
             f"{where}: this store cannot be reached ({error}). Each protocol is a package of fsspec, such as s3fs for "
             "s3:// and gcsfs for gs://: install it here and where trainers run, or give the path of a folder"
         ) from error
-    return cast("UPath", found)
+    return cast("UPath", folder)
 
 
 def resolve_output(option: str, name: str | Folder) -> Folder:
@@ -98,7 +96,7 @@ def resolve_output(option: str, name: str | Folder) -> Folder:
         name: its value.
 
     Raises:
-        ConfigError: it is empty, holds a variable such as ``$HOME`` or a NUL character, or is the root of the file
+        ConfigError: the name is empty, has a variable such as ``$HOME`` or a NUL character, or is the root of the file
             system; or as `at` does.
 
     >>> resolve_output("run: out", "runs/qwen")
@@ -117,15 +115,15 @@ def resolve_output(option: str, name: str | Folder) -> Folder:
             "the command line for an environment variable, or give the path itself"
         )
     try:
-        found = at(str(name)) if isinstance(name, Path) else at(name)
-        is_root = isinstance(found, Path) and found.resolve() == Path(found.resolve().anchor)
-    except RuntimeError as error:  # there is no such user, or no home
+        path = to_folder(str(name)) if isinstance(name, Path) else to_folder(name)
+        is_root = isinstance(path, Path) and path.resolve() == Path(path.resolve().anchor)
+    except RuntimeError as error:  # The user or the home folder does not exist.
         raise ConfigError(f"{option}={name}: {error}; give the path itself") from error
-    if isinstance(found, Path) and any(len(os.fsencode(part)) > _NAME for part in found.parts):
+    if isinstance(path, Path) and any(len(os.fsencode(part)) > _NAME for part in path.parts):
         raise ConfigError(f"{option}={str(name)[:60]}... has a name of more than {_NAME} bytes; give a shorter one")
     if is_root:
         raise ConfigError(f"{option}={name} is the root of the file system; give a folder of its own")
-    return found
+    return path
 
 
 def without_file_scheme(option: str, name: str | Path) -> str | Path:
@@ -152,7 +150,7 @@ def without_file_scheme(option: str, name: str | Path) -> str | Path:
 def make(folder: Folder) -> None:
     """Make a folder, and those above it. A store has none that could be made.
 
-    >>> make(at("memory://runs/qwen"))
+    >>> make(to_folder("memory://runs/qwen"))
     """
     if isinstance(folder, Path):
         folder.mkdir(parents=True, exist_ok=True)
@@ -162,8 +160,8 @@ def make(folder: Folder) -> None:
 def on_disk(folder: Folder, names: Iterable[str]) -> Iterator[Path]:
     """Copy small files of a folder into one on the disk, which holds nothing else, for as long as the block lasts.
 
-    >>> _ = write(at("memory://letters") / "abc", [b"abc"])
-    >>> with on_disk(at("memory://letters"), ["abc"]) as here:
+    >>> _ = write(to_folder("memory://letters") / "abc", [b"abc"])
+    >>> with on_disk(to_folder("memory://letters"), ["abc"]) as here:
     ...     print((here / "abc").read_text())
     abc
     """
@@ -173,7 +171,7 @@ def on_disk(folder: Folder, names: Iterable[str]) -> Iterator[Path]:
         yield Path(copies)
 
 
-def _opened(path: Folder, mode: str) -> IO[bytes]:
+def _open(path: Folder, mode: str) -> IO[bytes]:
     if isinstance(path, Path):
         return cast("IO[bytes]", path.open(mode))
     return cast("IO[bytes]", path.fs.open(path.path, mode, block_size=_BLOCK))
@@ -195,7 +193,7 @@ class Written(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What was written into a folder, as its writer knows it.
+    """The files that a writer has written into a folder, and its record.
 
     Args:
         files: by their names in the folder.
@@ -226,7 +224,7 @@ def write(path: Folder, parts: Iterable[Buffer]) -> Written:
     True
     """
     size, digest = 0, hashlib.sha256()
-    with _opened(path, "wb") as file:
+    with _open(path, "wb") as file:
         for part in parts:
             digest.update(part)
             size += file.write(part)
@@ -267,10 +265,10 @@ def free_room(path: Path) -> str:
     return f"{megabytes} are free in {folder}"
 
 
-def part(rank: int, count: int) -> str:
-    """The name of the file of one process of ``count``.
+def part_name(rank: int, count: int) -> str:
+    """Return the file name of one process of ``count``.
 
-    >>> part(0, 2)
+    >>> part_name(0, 2)
     '00001-of-00002.safetensors'
     """
     return f"{rank + 1:05}-of-{count:05}.safetensors"
@@ -288,10 +286,10 @@ def check_parts(folder: Folder, names: Collection[str]) -> None:
     """
     if all("/" in name for name in names):
         raise CheckpointError(f"{folder}: nothing is there of what processes wrote")
-    for count in sorted({int(found[1]) for name in names if (found := _PART.fullmatch(name))}):
-        if lost := sorted({part(rank, count) for rank in range(count)} - set(names)):
-            more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-            raise CheckpointError(f"{folder}: of what {count} processes wrote, {lost[0]}{more} is missing")
+    for count in sorted({int(match[1]) for name in names if (match := _PART.fullmatch(name))}):
+        if lost := sorted({part_name(rank, count) for rank in range(count)} - set(names)):
+            further = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+            raise CheckpointError(f"{folder}: of what {count} processes wrote, {lost[0]}{further} is missing")
 
 
 _PART = re.compile(r"\d+-of-(\d+)\.safetensors")
@@ -311,8 +309,8 @@ def check_sizes(folder: Folder, files: Mapping[str, Written]) -> None:
         path = folder / name
         if not path.is_file():
             raise CheckpointError(f"{folder}: the file {name} is missing")
-        if (found := path.stat().st_size) != size:
-            raise CheckpointError(f"{folder}: the file {name} has {found} bytes, and had {size}")
+        if (actual := path.stat().st_size) != size:
+            raise CheckpointError(f"{folder}: the file {name} has {actual} bytes, and had {size}")
 
 
 def check_sums(folder: Folder, files: Mapping[str, Written]) -> None:
@@ -332,7 +330,7 @@ def check_sums(folder: Folder, files: Mapping[str, Written]) -> None:
 
 
 def _sha256(path: Folder) -> str:
-    with _opened(path, "rb") as file:
+    with _open(path, "rb") as file:
         return hashlib.file_digest(cast("Any", file), "sha256").hexdigest()
 
 
@@ -359,7 +357,7 @@ def write_manifest(folder: Folder, files: Mapping[str, Written], values: Mapping
 
 
 def read_manifest(folder: Folder) -> dict[str, Any] | None:
-    """The manifest of a folder. None: it cannot be read, or is not what was written.
+    """Read the manifest of a folder. None: it cannot be read, or was altered.
 
     Raises:
         OSError: a store does not answer.
@@ -374,36 +372,36 @@ def read_manifest(folder: Folder) -> dict[str, Any] | None:
     except OSError as error:
         if isinstance(folder, Path) or isinstance(error, FileNotFoundError):
             return None
-        raise  # what could not be asked for may well be there
+        raise  # An unreachable file may exist.
 
 
-def saved_in(folder: Folder) -> Saved | None:
-    """What the manifest of a folder, or of the one above it, says of it. None: there is none that does.
+def read_saved(folder: Folder) -> Saved | None:
+    """Read the record of a folder from its manifest, or from the manifest of its parent. None: there is no record.
 
     Raises:
         CheckpointError: the manifest was altered.
 
-    >>> saved_in(Path("there/is/none"))
+    >>> read_saved(Path("there/is/none"))
     """
-    for place, name in ((folder, "."), (folder.parent, folder.name)):
-        if (place / MANIFEST).exists():
-            manifest = read_manifest(place)
+    for parent, name in ((folder, "."), (folder.parent, folder.name)):
+        if (parent / MANIFEST).exists():
+            manifest = read_manifest(parent)
             if manifest is None:
-                raise CheckpointError(f"{place}: its {MANIFEST} was altered")
+                raise CheckpointError(f"{parent}: its {MANIFEST} was altered")
             if record := manifest.get("values", {}).get(name):
                 return Saved(files_of(manifest, name), record)
     return None
 
 
 def files_of(manifest: Mapping[str, Any], name: str = ".") -> dict[str, Written]:
-    """The files of a manifest that lie in a folder within its own, by their names there.
+    """Return the files of a manifest in a subfolder, by their names there.
 
     >>> list(files_of({"files": {"a": [1, "ca97"], "policy/b": [1, "3e23"]}}, "policy"))
     ['b']
     """
     start = "" if name == "." else f"{name}/"
-    told = {file.removeprefix(start): x for file, x in manifest["files"].items() if file.startswith(start)}
-    return {file: Written(*x) for file, x in told.items()}
+    records = {file.removeprefix(start): x for file, x in manifest["files"].items() if file.startswith(start)}
+    return {file: Written(*x) for file, x in records.items()}
 
 
 def _seal(manifest: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ def flag(variable: str) -> bool:
         variable: its name; one that is not set, or empty, or 0, false, no or off, switches nothing on.
 
     Raises:
-        ConfigError: it has another value.
+        ConfigError: the variable has another value.
 
     >>> os.environ["NRL_EXAMPLE"] = "No"
     >>> flag("NRL_EXAMPLE")

@@ -26,9 +26,9 @@ class _Once:
     def __init__(self, name: str, run: Callable[[Callable[[ModuleType], None], ModuleType], None]) -> None:
         self._run = run
         # Where somebody imports nrl anew, as pytest --cov=nrl does, two of one name would ask each other without end
-        others = [each for each in sys.meta_path if getattr(each, "_of_nrl", None) != name]
+        other_finders = [finder for finder in sys.meta_path if getattr(finder, "_of_nrl", None) != name]
         self._of_nrl = name
-        sys.meta_path[:] = [self, *others]
+        sys.meta_path[:] = [self, *other_finders]
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -36,8 +36,8 @@ class _Once:
         """Called for every module, and also where somebody only asks whether there is one."""
         if name != self._of_nrl:
             return None
-        found = (each.find_spec(name, path, target) for each in sys.meta_path if each is not self)
-        spec = next((each for each in found if each is not None), None)
+        specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((finder for finder in specs if finder is not None), None)
         if spec is not None and spec.loader is not None:
             usual = spec.loader.exec_module
 
@@ -45,7 +45,7 @@ class _Once:
                 if self in sys.meta_path:
                     sys.meta_path.remove(self)
                     self._run(usual, module)
-                else:  # of somebody who has found it before and runs it once more
+                else:  # The module was found before and runs once more.
                     usual(module)
 
             cast(Any, spec.loader).exec_module = run

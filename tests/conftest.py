@@ -22,7 +22,7 @@ settings.load_profile("repeat")
 @pytest.fixture(autouse=True)
 def no_secrets_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test tells nrl to keep secret is no secret in the next one."""
-    monkeypatch.setattr(redaction, "_told", set())
+    monkeypatch.setattr(redaction, "_kept_secrets", set())
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def on_ray(ray_of_the_session: Cluster) -> Iterator[Cluster]:
     assert isinstance(ray_of_the_session, RayCluster)
     yield ray_of_the_session
     for processes in ray_of_the_session._meshes:
-        if not processes.ended:
+        if not processes.has_ended:
             processes.close(ClosedCluster("the module of tests that began this mesh is over"))
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from nrl.errors import ConfigError
 from nrl.flags import flag
-from nrl.runtime.venvs.locks import rebuild_forced
+from nrl.runtime.venvs.locks import is_rebuild_forced
 
 ROOT = Path(__file__).parents[1]
 FLAGS = {"NRL_DEBUG", "NRL_FORCE_REBUILD_VENVS", "NRL_TRACEBACK"}
@@ -28,25 +28,25 @@ CONSTANTS = {"0", "1", "true", "false", "yes", "no"}
 def test_off(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NRL_FORCE_REBUILD_VENVS", value)
     assert not flag("NRL_FORCE_REBUILD_VENVS")
-    assert not rebuild_forced()
+    assert not is_rebuild_forced()
 
 
 @pytest.mark.parametrize("value", ["1", "true", "True", "YES", "on", "On", "y", "t"])
 def test_on(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NRL_FORCE_REBUILD_VENVS", value)
-    assert rebuild_forced()
+    assert is_rebuild_forced()
 
 
 def test_unset_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NRL_FORCE_REBUILD_VENVS", raising=False)
-    assert not rebuild_forced()
+    assert not is_rebuild_forced()
 
 
 @pytest.mark.parametrize("value", ["2", "nope", "-1", "disable", "none"])
 def test_an_unreadable_value_is_an_error_that_names_the_variable(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NRL_FORCE_REBUILD_VENVS", value)
     with pytest.raises(ConfigError, match=f"NRL_FORCE_REBUILD_VENVS is '{value}'; set it to 1 or 0"):
-        rebuild_forced()
+        is_rebuild_forced()
 
 
 def named(tree: ast.AST) -> Iterator[tuple[str, bool]]:

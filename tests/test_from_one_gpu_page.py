@@ -9,7 +9,7 @@ import pytest
 
 from nrl import config
 from nrl.cli.cli import main
-from nrl.ops.plan.programs import of_program
+from nrl.ops.plan.programs import plan_program
 from tests.test_docs import FENCE, ROOT
 
 PAGE = ROOT / "docs" / "from_one_gpu_to_many.md"
@@ -44,7 +44,7 @@ def test_a_program_of_the_page_takes_its_settings(words: list[str], monkeypatch:
 @pytest.mark.parametrize("words", PLANS, ids=" ".join)
 def test_a_plan_of_the_page_knows_all_that_it_needs(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    planned, _ = of_program(words[0], words[1:])
+    planned, _ = plan_program(words[0], words[1:])
     assert planned.gpu == "h100"
     assert planned.layout.dp == (4 if "dp=4" in words else 1)
 

@@ -14,7 +14,7 @@ from benchmarks import _gpu, gpu
 from benchmarks._gpu import Device, Report
 from benchmarks._gpu_steps import Steps, differences, plain
 from nrl.ops.plan.gpus import GPUS
-from nrl.ops.plan.simulate import Step, rows
+from nrl.ops.plan.simulate import Step, make_rows
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -246,7 +246,7 @@ def test_speeds_are_told_as_tokens_and_mfu(capsys: pytest.CaptureFixture[str]) -
     device = Device("NVIDIA H100 80GB HBM3", (9, 0), 80 * 10**9)
     step = gpu.step_of(gpu.Config(layers=2), 16384, device)
     report = Report("speed")
-    batch = rows(attrs.evolve(step, rows=1, width=1024))
+    batch = make_rows(attrs.evolve(step, rows=1, width=1024))
     gpu._tell_speed(report, step, batch, device, {"nrl": [0.1, 0.2, 0.3], "plain": [0.2, 0.5, 0.3]})
     lines = capsys.readouterr().out.splitlines()
     tokens = 1023

@@ -3,7 +3,7 @@
 import pytest
 
 from nrl.config._yaml import Word
-from nrl.config.interpolation import interpolated, references
+from nrl.config.interpolation import interpolate, references
 from nrl.errors import ConfigError
 
 
@@ -13,32 +13,32 @@ def test_a_reference_alone_keeps_the_type_of_its_value() -> None:
         "b": "${a}",
         "c": "${ a.list.1 }",
     }
-    found = interpolated(given)
+    found = interpolate(given)
     assert found["b"] == {"n": 3, "x": 0.5, "on": True, "none": None, "list": [1, 3]}
     assert found["c"] == 3
 
 
 def test_references_within_a_text_are_texts() -> None:
     given = {"n": 3, "on": True, "none": None, "text": "${n} ${on} ${none} \\${n} ${word}", "word": Word("1e5")}
-    found = interpolated(given)
+    found = interpolate(given)
     assert found["text"] == "3 true null ${n} 1e5"
-    assert interpolated({"n": 1, "word": Word("${n}0")})["word"] == Word("10")
-    assert isinstance(interpolated({"n": 1, "word": Word("${n}0")})["word"], Word)
+    assert interpolate({"n": 1, "word": Word("${n}0")})["word"] == Word("10")
+    assert isinstance(interpolate({"n": 1, "word": Word("${n}0")})["word"], Word)
 
 
 def test_references_are_followed_through_references() -> None:
-    assert interpolated({"a": "${b.c}", "b": "${d}", "d": {"c": "${e}"}, "e": 7})["a"] == 7
+    assert interpolate({"a": "${b.c}", "b": "${d}", "d": {"c": "${e}"}, "e": 7})["a"] == 7
 
 
 def test_what_is_not_asked_for_may_be_wrong() -> None:
-    assert interpolated({"a": 1, "b": "${gone}"}, ["a", "z"]) == {"a": 1}
+    assert interpolate({"a": 1, "b": "${gone}"}, ["a", "z"]) == {"a": 1}
 
 
 def test_more_is_asked_for_names_that_nothing_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert interpolated({"a": "${key}"}, more={"key": "value"}.get) == {"a": "value"}
+    assert interpolate({"a": "${key}"}, fallback={"key": "value"}.get) == {"a": "value"}
     monkeypatch.setenv("NRL_TEST_SOME", "5")
     given = {"a": "${oc.env:NRL_TEST_SOME}", "b": "${oc.env:NRL_TEST_NONE, 6}", "c": "x${oc.env:NRL_TEST_SOME}"}
-    assert interpolated(given) == {"a": Word("5"), "b": Word("6"), "c": "x5"}
+    assert interpolate(given) == {"a": Word("5"), "b": Word("6"), "c": "x5"}
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_more_is_asked_for_names_that_nothing_has(monkeypatch: pytest.MonkeyPatc
 )
 def test_mistakes_are_told(values: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        interpolated(values)
+        interpolate(values)
     assert message in str(error.value)
 
 
@@ -76,6 +76,6 @@ def test_references_of_all_kinds_are_found() -> None:
 def test_defaults_of_variables_may_be_references(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECOND", "b")
     values = {"a": "${oc.env:FIRST_UNSET,${oc.env:SECOND}}/x", "c": "${oc.env:FIRST_UNSET,${d}}", "d": 3}
-    assert interpolated(values) == {"a": "b/x", "c": "3", "d": 3}
+    assert interpolate(values) == {"a": "b/x", "c": "3", "d": 3}
     with pytest.raises(ConfigError, match=r"a: \$\{env:X\} is no reference; write \$\{oc.env:X\} for an environment"):
-        interpolated({"a": "${env:X}"})
+        interpolate({"a": "${env:X}"})

@@ -31,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 OWNERS = {"megatron": "nrl.backends.megatron", "ray": "nrl.runtime", "vllm": "nrl.backends.vllm", "wandb": "nrl.log"}
-_MEGATRONS = ("experts", "layers", "megatron_engine", "pipeline")
+_MEGATRONS = ("experts", "packed_layers", "megatron_engine", "pipeline")
 ON_THEIR_OWN = {f"nrl.backends.megatron.{name}": "megatron" for name in _MEGATRONS}
 """Modules that subclass what a heavy package has. They alone import it as they are; others import them in functions."""
 LIGHT = (

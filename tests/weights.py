@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nrl.backends import Params, TrainState
-from nrl.backends.models.shards import whole
+from nrl.backends.models.shards import full_shard
 from nrl.backends.types import Bucket
 
 __all__ = ["assert_close", "assert_equal", "bucket_of", "weights"]
@@ -14,7 +14,7 @@ __all__ = ["assert_close", "assert_equal", "bucket_of", "weights"]
 
 def bucket_of(tensors: Mapping[str, Tensor]) -> Bucket:
     """Whole weights, as a sampler receives them."""
-    return [whole(name, tensor) for name, tensor in tensors.items()]
+    return [full_shard(name, tensor) for name, tensor in tensors.items()]
 
 
 def weights(of: TrainState | Params) -> dict[str, Tensor]:

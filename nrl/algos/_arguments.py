@@ -8,14 +8,14 @@ from torch import Tensor
 
 from nrl.errors import ArgumentError, BatchError, NotFinite
 
-__all__ = ["check_numbers", "in_unit_interval", "not_negative", "positive", "smoothing_below_half", "weighted"]
+__all__ = ["check_numbers", "check_terms", "in_unit_interval", "not_negative", "positive", "smoothing_below_half"]
 
 
 def positive(reader: str, name: str, value: float) -> None:
     """Check that a number is positive and finite.
 
     Raises:
-        ArgumentError: it is not.
+        ArgumentError: the number is out of range.
     """
     if not 0 < value < math.inf:
         raise ArgumentError(f"{reader}: {name} is {value}; it must be positive and finite", name)
@@ -25,7 +25,7 @@ def not_negative(reader: str, name: str, value: float) -> None:
     """Check that a number is finite and at least 0.
 
     Raises:
-        ArgumentError: it is not.
+        ArgumentError: the number is out of range.
     """
     if not 0 <= value < math.inf:
         raise ArgumentError(f"{reader}: {name} is {value}; it must be finite and at least 0", name)
@@ -35,23 +35,23 @@ def in_unit_interval(reader: str, name: str, value: float) -> None:
     """Check that a number is between 0 and 1.
 
     Raises:
-        ArgumentError: it is not.
+        ArgumentError: the number is out of range.
     """
     if not 0 <= value <= 1:
         raise ArgumentError(f"{reader}: {name} is {value}; it must be between 0 and 1", name)
 
 
-def weighted(reader: str, what: str, terms: tuple[Any, ...]) -> None:
+def check_terms(reader: str, kind: str, terms: tuple[Any, ...]) -> None:
     """Check that every term is a pair of a finite coefficient and a function.
 
     Raises:
-        ArgumentError: there are no terms, a term is not such a pair, or a coefficient is not finite.
+        ArgumentError: no terms are given, a term is not such a pair, or a coefficient is not finite.
     """
     if not terms:
-        raise ArgumentError(f"{reader}: there are no terms; give pairs (coefficient, {what})")
+        raise ArgumentError(f"{reader}: there are no terms; give pairs (coefficient, {kind})")
     for number, term in enumerate(terms, 1):
         if not isinstance(term, tuple) or len(term) != 2 or not callable(term[1]):
-            raise ArgumentError(f"{reader}: term {number} is {term!r}; give a pair (coefficient, {what})")
+            raise ArgumentError(f"{reader}: term {number} is {term!r}; give a pair (coefficient, {kind})")
         if not isinstance(term[0], Real) or not math.isfinite(term[0]):
             raise ArgumentError(f"{reader}: the coefficient of term {number} is {term[0]}; it must be finite")
 
@@ -79,7 +79,7 @@ def check_numbers(reader: str, value: Any, got: str, shape: tuple[int, ...]) -> 
         shape: that the value has to have.
 
     Raises:
-        BatchError: it is something else.
+        BatchError: the value has another type or shape.
         NotFinite: it has NaN or an infinity.
 
     >>> import torch

@@ -25,8 +25,8 @@ def valid_rows(batch: TensorDict) -> Tensor:
     >>> valid_rows(TensorDict({"rewards": torch.zeros(2)}, batch_size=[2])).tolist()
     [True, True]
     """
-    found: Tensor = batch.get("valid", torch.ones(batch.batch_size, dtype=torch.bool, device=batch.device))
-    return found
+    valid: Tensor = batch.get("valid", torch.ones(batch.batch_size, dtype=torch.bool, device=batch.device))
+    return valid
 
 
 def trained_tokens(batch: TensorDict) -> Tensor:
@@ -39,8 +39,8 @@ def trained_tokens(batch: TensorDict) -> Tensor:
     [[True], [False]]
     """
     require(batch, "loss_mask", reader="trained_tokens")
-    found: Tensor = batch["loss_mask"] & valid_rows(batch).unsqueeze(-1)
-    return found
+    trained: Tensor = batch["loss_mask"] & valid_rows(batch).unsqueeze(-1)
+    return trained
 
 
 def row_rewards(batch: TensorDict, reader: str) -> Tensor:
@@ -51,8 +51,8 @@ def row_rewards(batch: TensorDict, reader: str) -> Tensor:
         reader: who reads it, as a user would name it; for the error.
 
     Raises:
-        MissingColumn: the batch lacks it.
-        BatchError: there are several rewards a row.
+        MissingColumn: the batch lacks the column.
+        BatchError: a row has several rewards.
     """
     require(batch, "rewards", reader=reader)
     rewards: Tensor = batch["rewards"]
@@ -186,11 +186,11 @@ def over_episodes(fn: Callable[..., Tensor], batch: TensorDict, *columns: Tensor
     if len(trained.unique()) == len(trained):
         return masked(fn(*columns, mask), mask)
     require(batch, "turns", reader=reader)
-    row, at = mask.nonzero().unbind(-1)
-    turn = batch["turns"][row, at].long()
+    row, token = mask.nonzero().unbind(-1)
+    turn = batch["turns"][row, token].long()
     order = turn.argsort(stable=True)
     order = order[numbers[row[order]].argsort(stable=True)]
-    row, at, turn = row[order], at[order], turn[order]
+    row, token, turn = row[order], token[order], turn[order]
     episode = numbers[row]
     unordered = turn < 0
     unordered[1:] |= (episode[1:] == episode[:-1]) & (turn[1:] == turn[:-1]) & (row[1:] != row[:-1])
@@ -201,11 +201,11 @@ def over_episodes(fn: Callable[..., Tensor], batch: TensorDict, *columns: Tensor
             "do not say when its trained tokens were sampled: they have no turn (-1), or one that another row has; "
             "number the turns of an episode through all of its rows"
         )
-    _, place, counts = episode.unique_consecutive(return_inverse=True, return_counts=True)
+    _, index, counts = episode.unique_consecutive(return_inverse=True, return_counts=True)
     starts = counts.cumsum(0) - counts
-    column = torch.arange(len(row), device=row.device) - starts[place]
+    column = torch.arange(len(row), device=row.device) - starts[index]
     joined = torch.zeros(len(counts), int(counts.max()), dtype=torch.bool, device=row.device)
-    joined[place, column] = True
-    rows = [values.new_zeros(joined.shape).index_put((place, column), values[row, at]) for values in columns]
-    found = fn(*rows, joined)[place, column]
-    return found.new_zeros(mask.shape).index_put((row, at), found)
+    joined[index, column] = True
+    rows = [values.new_zeros(joined.shape).index_put((index, column), values[row, token]) for values in columns]
+    result = fn(*rows, joined)[index, column]
+    return result.new_zeros(mask.shape).index_put((row, token), result)

@@ -9,7 +9,7 @@ from nrl.batch import Batch, require
 from nrl.batch.metrics import Mean, Metrics
 from nrl.errors import BatchError
 
-__all__ = ["compared", "counted_pairs"]
+__all__ = ["counted_pairs", "pairwise_loss"]
 
 
 def counted_pairs(batch: Batch, reader: str) -> Tensor:
@@ -23,7 +23,7 @@ def counted_pairs(batch: Batch, reader: str) -> Tensor:
         ``[P]`` bool.
 
     Raises:
-        MissingColumn: the batch lacks it.
+        MissingColumn: the batch lacks the column.
         BatchError: the batch is not one of pairs.
     """
     require(batch, "loss_mask", reader=reader)
@@ -36,7 +36,7 @@ def counted_pairs(batch: Batch, reader: str) -> Tensor:
     return mask.any(-1).all(-1)
 
 
-def compared(scores: Tensor, counted: Tensor, link: Link) -> tuple[Mean, Metrics]:
+def pairwise_loss(scores: Tensor, counted: Tensor, link: Link) -> tuple[Mean, Metrics]:
     """The loss on the differences of scores, and their metrics, over the pairs that count.
 
     Args:

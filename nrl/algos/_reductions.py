@@ -12,10 +12,10 @@ from nrl.algos.loss_contract import episode_shares
 from nrl.batch import Batch
 from nrl.batch.metrics import Max, Mean
 
-__all__ = ["aggregated", "row_means", "token_max"]
+__all__ = ["aggregate_tokens", "row_means", "token_max"]
 
 
-def aggregated(aggregate: Aggregate, x: Tensor, batch: Batch) -> Mean:
+def aggregate_tokens(aggregate: Aggregate, x: Tensor, batch: Batch) -> Mean:
     """Aggregate per-token numbers over the ``loss_mask`` of a batch; every loss over rows ends with it.
 
     Args:
@@ -25,7 +25,10 @@ def aggregated(aggregate: Aggregate, x: Tensor, batch: Batch) -> Mean:
 
     >>> from nrl.algos import seq_mean
     >>> columns = {"loss_mask": torch.ones(2, 1, dtype=torch.bool), "episode_ids": torch.tensor([5, 5])}
-    >>> [part.item() for part in aggregated(seq_mean, torch.tensor([[1.0], [3.0]]), Batch(columns, batch_size=[2]))]
+    >>> [
+    ...     part.item()
+    ...     for part in aggregate_tokens(seq_mean, torch.tensor([[1.0], [3.0]]), Batch(columns, batch_size=[2]))
+    ... ]
     [2.0, 1.0]
     """
     fn: Any = aggregate.func if isinstance(aggregate, functools.partial) else aggregate

@@ -32,7 +32,7 @@ def _sums(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _row_weights(reader: str, counts: Tensor, shares: Tensor | None) -> Tensor:
-    """What each row counts: its share of an episode, 1 without shares, and 0 without a token; ``[*B]`` float64."""
+    """Return the weight of each row: its share of an episode, or 1; 0 without a token; ``[*B]`` float64."""
     if shares is None:
         return (counts > 0).double()
     if shares.shape != counts.shape:

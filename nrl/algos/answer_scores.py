@@ -167,7 +167,7 @@ def log_odds(logprobs: Tensor, batch: Batch) -> Tensor:
         batch: has ``loss_mask`` ``[P, 2, T]``.
 
     Raises:
-        MissingColumn: the batch lacks it.
+        MissingColumn: the batch lacks the column.
 
     Source: ORPO, https://arxiv.org/abs/2403.07691, eq. 4.
 

@@ -33,8 +33,8 @@ def optimal_baseline(batch: Batch) -> Tensor:
         ``[B, T]``, in the dtype of ``rewards``; 0 on invalid rows and outside ``loss_mask``.
 
     Raises:
-        MissingColumn: the batch lacks one of them.
-        BatchError: there are several rewards a row, or the rows of one episode differ in reward or group.
+        MissingColumn: the batch lacks a column.
+        BatchError: a row has several rewards, or the rows of one episode differ in reward or group.
         NotFinite: the reward of a valid row is NaN or infinite.
 
     Source: Hao et al., https://arxiv.org/abs/2505.23585, b*.
@@ -47,14 +47,14 @@ def optimal_baseline(batch: Batch) -> Tensor:
     require(batch, "rewards", "group_ids", "loss_mask", reader="optimal_baseline")
     rewards = row_rewards(batch, reader="optimal_baseline")
     check_finite(batch, "rewards", reader="optimal_baseline")
-    each = episodes(batch, "rewards", "group_ids", reader="optimal_baseline")
-    lengths = each.sums(batch["loss_mask"].sum(-1).double())
-    ids, group = batch["group_ids"][each.firsts].unique(return_inverse=True)
+    by_episode = episodes(batch, "rewards", "group_ids", reader="optimal_baseline")
+    lengths = by_episode.sums(batch["loss_mask"].sum(-1).double())
+    ids, group = batch["group_ids"][by_episode.firsts].unique(return_inverse=True)
     # A baseline moves with the rewards, so the plain mean may go first: equal rewards are exactly 0 from here on.
-    centred = group_center(rewards[each.firsts].double(), group)
+    centred = group_center(rewards[by_episode.firsts].double(), group)
     none = lengths.new_zeros(len(ids))
     baseline = none.index_add(0, group, lengths * centred) / none.index_add(0, group, lengths).clamp(min=1)
-    return each.tokens((centred - baseline[group]).to(rewards.dtype), batch["loss_mask"])
+    return by_episode.tokens((centred - baseline[group]).to(rewards.dtype), batch["loss_mask"])
 
 
 def greedy_baseline(batch: Batch) -> Tensor:
@@ -74,8 +74,8 @@ def greedy_baseline(batch: Batch) -> Tensor:
         ``[B, T]``, in the dtype of ``rewards``; 0 on invalid rows and outside ``loss_mask``.
 
     Raises:
-        MissingColumn: the batch lacks one of them.
-        BatchError: there are several rewards a row, or the rows of one episode differ in reward, group or temperature.
+        MissingColumn: the batch lacks a column.
+        BatchError: a row has several rewards, or the rows of one episode differ in reward, group or temperature.
         NotFinite: the reward of a valid row is NaN or infinite.
 
     Source: Li et al., ReMax, https://arxiv.org/abs/2310.10505.
@@ -88,15 +88,15 @@ def greedy_baseline(batch: Batch) -> Tensor:
     require(batch, "rewards", "group_ids", "temperature", "loss_mask", reader="greedy_baseline")
     rewards = row_rewards(batch, reader="greedy_baseline")
     check_finite(batch, "rewards", reader="greedy_baseline")
-    each = episodes(batch, "rewards", "group_ids", "temperature", reader="greedy_baseline")
-    ids, group = batch["group_ids"][each.firsts].unique(return_inverse=True)
-    greedy = batch["temperature"][each.firsts] == 0
-    centred = group_center(rewards[each.firsts].double(), group)
+    by_episode = episodes(batch, "rewards", "group_ids", "temperature", reader="greedy_baseline")
+    ids, group = batch["group_ids"][by_episode.firsts].unique(return_inverse=True)
+    greedy = batch["temperature"][by_episode.firsts] == 0
+    centred = group_center(rewards[by_episode.firsts].double(), group)
     none = centred.new_zeros(len(ids))
-    known = none.index_add(0, group, greedy.double())
-    baseline = none.index_add(0, group, centred * greedy) / known.clamp(min=1)
-    found = torch.where(greedy | (known == 0)[group], 0, centred - baseline[group])
-    return each.tokens(found.to(rewards.dtype), batch["loss_mask"])
+    num_greedy = none.index_add(0, group, greedy.double())
+    baseline = none.index_add(0, group, centred * greedy) / num_greedy.clamp(min=1)
+    advantages = torch.where(greedy | (num_greedy == 0)[group], 0, centred - baseline[group])
+    return by_episode.tokens(advantages.to(rewards.dtype), batch["loss_mask"])
 
 
 @checked("gdpo", finite=False)
@@ -117,13 +117,13 @@ def gdpo(weights: Sequence[float] | None = None) -> Estimator:
 
     Returns:
         ``batch -> [B, T]``, in the dtype of ``rewards``; 0 on invalid rows and outside ``loss_mask``. It reads
-        ``rewards`` ``[B, K]`` (``[B]``: K is 1), ``group_ids``, ``loss_mask`` and, where they are there, ``valid`` and
+        ``rewards`` ``[B, K]`` (``[B]``: K is 1), ``group_ids``, ``loss_mask`` and, if present, ``valid`` and
         ``episode_ids``.
 
     Raises:
-        ValueError: there are no weights, or one is not finite.
+        ValueError: ``weights`` is empty, or a weight is not finite.
         MissingColumn: (when called) the batch lacks one of the first three.
-        BatchError: (when called) there are not as many weights as rewards, or the rows of one episode differ.
+        BatchError: (when called) the number of weights differs from that of rewards, or the rows of one episode differ.
         NotFinite: (when called) one of the rewards of a valid row is NaN or infinite.
 
     Source: https://arxiv.org/abs/2601.05242, eq. 4 to 7.
@@ -134,26 +134,26 @@ def gdpo(weights: Sequence[float] | None = None) -> Estimator:
     >>> [round(x, 3) for x in gdpo()(batch)[:, 0].tolist()]
     [0.548, -0.548, 1.095, -1.095]
     """
-    given = None if weights is None else torch.tensor(list(weights), dtype=torch.float64)
-    if given is not None and (len(given) == 0 or not all(map(math.isfinite, given.tolist()))):
+    weight_tensor = None if weights is None else torch.tensor(list(weights), dtype=torch.float64)
+    if weight_tensor is not None and (len(weight_tensor) == 0 or not all(map(math.isfinite, weight_tensor.tolist()))):
         raise ArgumentError(f"gdpo: weights is {weights}; it must be finite numbers, one for each reward")
 
     def gdpo(batch: Batch) -> Tensor:
         require(batch, "rewards", "group_ids", "loss_mask", reader="gdpo")
         check_finite(batch, "rewards", reader="gdpo")
-        each = episodes(batch, "rewards", "group_ids", reader="gdpo")
-        rewards = batch["rewards"][each.firsts].double()
+        by_episode = episodes(batch, "rewards", "group_ids", reader="gdpo")
+        rewards = batch["rewards"][by_episode.firsts].double()
         rewards = rewards if rewards.ndim > 1 else rewards.unsqueeze(-1)
-        factors = rewards.new_ones(rewards.shape[-1]) if given is None else given.to(rewards.device)
+        factors = rewards.new_ones(rewards.shape[-1]) if weight_tensor is None else weight_tensor.to(rewards.device)
         if len(factors) != rewards.shape[-1]:
             raise BatchError(
                 f"gdpo: there are {len(factors)} weights, but rewards has shape {list(batch['rewards'].shape)}; give "
                 "one weight for each reward of a row"
             )
-        groups = batch["group_ids"][each.firsts]
+        groups = batch["group_ids"][by_episode.firsts]
         parts = [group_normalize(rewards[:, k], groups) for k in range(rewards.shape[-1])]
         total = torch.stack(parts, -1) @ factors
-        found = group_normalize(total, torch.zeros_like(groups))
-        return each.tokens(found.to(batch["rewards"].dtype), batch["loss_mask"])
+        advantages = group_normalize(total, torch.zeros_like(groups))
+        return by_episode.tokens(advantages.to(batch["rewards"].dtype), batch["loss_mask"])
 
     return gdpo

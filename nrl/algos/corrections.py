@@ -203,8 +203,8 @@ def sequence_mask(low: float, high: float) -> Correction:
     def sequence_mask(log_ratio: Tensor, mask: Tensor) -> Tensor:
         tokens = masked(log_ratio.detach(), mask)
         means = bounded(row_means(tokens, mask)).exp()
-        kept = (low <= means) & (means <= high)
-        return (mask & kept).to(tokens.dtype)
+        is_kept = (low <= means) & (means <= high)
+        return (mask & is_kept).to(tokens.dtype)
 
     return sequence_mask
 

@@ -4,7 +4,7 @@ import torch
 from tensordict import TensorDict
 
 from nrl.algos._arguments import positive
-from nrl.algos._reductions import aggregated
+from nrl.algos._reductions import aggregate_tokens
 from nrl.algos.aggregate import Aggregate, token_mean
 from nrl.algos.loss_contract import MeanLoss, named, needs
 from nrl.algos.masking import masked, masked_column
@@ -65,7 +65,7 @@ def value_loss(clip: float | None = None, *, aggregate: Aggregate = token_mean) 
             stuck = ((values - old).abs() > clip) & (near > error)
             error = torch.maximum(error, near)
             metrics["value_clip_fraction"] = token_mean(stuck.to(error.dtype), mask)
-        return aggregated(aggregate, error / 2, batch), metrics
+        return aggregate_tokens(aggregate, error / 2, batch), metrics
 
     return named("value_loss", "The values of a critic; see `nrl.algos.value_loss`.", value_loss)
 
@@ -84,7 +84,7 @@ def explained_variance(batch: Batch) -> Mean:
         A metric of weight 1, or of weight 0 where all returns are equal and there is nothing to explain.
 
     Raises:
-        MissingColumn: the batch lacks one of them.
+        MissingColumn: the batch lacks a column.
 
     Source: as in OpenAI Baselines, for https://arxiv.org/abs/1707.06347.
 

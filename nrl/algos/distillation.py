@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from nrl.algos._reductions import aggregated
+from nrl.algos._reductions import aggregate_tokens
 from nrl.algos.aggregate import Aggregate, token_mean
 from nrl.algos.divergences import log1mexp
 from nrl.algos.loss_contract import MeanLoss, logprobs_at, name_of, named, needs
@@ -159,20 +159,21 @@ def distillation_loss(distance: Distance = forward_kl, *, aggregate: Aggregate =
     @needs(output)
     def loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
         require(batch, "teacher_ids", "teacher_topk_logprobs", "loss_mask", reader="distillation_loss")
-        mask, known, student = batch["loss_mask"], batch["teacher_topk_logprobs"], out[output]
-        if not batch["teacher_ids"].shape == known.shape == student.shape:
+        mask, teacher_logprobs, student = batch["loss_mask"], batch["teacher_topk_logprobs"], out[output]
+        if not batch["teacher_ids"].shape == teacher_logprobs.shape == student.shape:
             raise BatchError(
                 f"distillation_loss: teacher_ids has shape {list(batch['teacher_ids'].shape)}, teacher_topk_logprobs "
-                f"{list(known.shape)} and the student's log-probabilities {list(student.shape)}; all are [*B, T, k]"
+                f"{list(teacher_logprobs.shape)} and the student's log-probabilities {list(student.shape)}; all are "
+                "[*B, T, k]"
             )
-        every = mask.unsqueeze(-1).expand(student.shape)
+        full_mask = mask.unsqueeze(-1).expand(student.shape)
         # Outside the mask the columns may hold anything, so any distribution will do there
-        some = -math.log(2 * student.shape[-1])
-        known = known.detach().to(student.dtype).clamp(min=_LEAST)
-        student, teacher = (torch.where(every, x, some) for x in (student, known))
+        log_rest = -math.log(2 * student.shape[-1])
+        teacher_logprobs = teacher_logprobs.detach().to(student.dtype).clamp(min=_LEAST)
+        student, teacher = (torch.where(full_mask, x, log_rest) for x in (student, teacher_logprobs))
         apart = distance(with_tail(student), with_tail(teacher))
         mass = token_mean(masked(teacher.exp().sum(-1), mask), mask)
-        return aggregated(aggregate, apart, batch), {"teacher_mass": mass}
+        return aggregate_tokens(aggregate, apart, batch), {"teacher_mass": mass}
 
     return named(
         "distillation_loss", f"Distillation with {name_of(distance)}; see `nrl.algos.distillation_loss`.", loss

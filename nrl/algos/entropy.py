@@ -27,7 +27,7 @@ def entropy_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
         The mean, and the metric ``entropy``.
 
     Raises:
-        MissingColumn: the batch lacks it.
+        MissingColumn: the batch lacks the column.
 
     Source: A3C, https://arxiv.org/abs/1602.01783, section 4.
 

@@ -11,7 +11,7 @@ from functools import partial
 from tensordict import TensorDict
 from torch import Tensor
 
-from nrl.algos._arguments import check_numbers, in_unit_interval, weighted
+from nrl.algos._arguments import check_numbers, check_terms, in_unit_interval
 from nrl.algos._episodes import check_finite, episodes, over_episodes, row_rewards, trained_tokens
 from nrl.algos.groups import GroupFunction, group_normalize
 from nrl.algos.kl_rewards import sampled_logprobs
@@ -19,7 +19,7 @@ from nrl.algos.loss_contract import name_of
 from nrl.algos.masking import masked
 from nrl.algos.returns import discounted_returns, gae, whiten
 from nrl.arguments import checked
-from nrl.batch import Batch, assign, require, unchanged
+from nrl.batch import Batch, assign, forbid_writes, require
 from nrl.errors import ArgumentError, NotFinite
 
 __all__ = [
@@ -49,7 +49,7 @@ def from_rewards(fn: GroupFunction) -> Estimator:
 
     Returns:
         ``batch -> [B, T]``, in the dtype of ``rewards``; 0 on invalid rows and outside ``loss_mask``. It reads
-        ``rewards``, ``group_ids``, ``loss_mask`` and, where they are there, ``valid`` and ``episode_ids``.
+        ``rewards``, ``group_ids``, ``loss_mask`` and, if present, ``valid`` and ``episode_ids``.
 
     Raises:
         MissingColumn: (when called) the batch lacks one of the first three.
@@ -76,11 +76,11 @@ def from_rewards(fn: GroupFunction) -> Estimator:
         require(batch, "rewards", "group_ids", "loss_mask", reader=name)
         rewards = row_rewards(batch, reader=name)
         check_finite(batch, "rewards", reader=name)
-        each = episodes(batch, "rewards", "group_ids", reader=name)
-        firsts = each.firsts
-        found = fn(rewards[firsts], batch["group_ids"][firsts]) if len(firsts) else rewards[firsts]
-        found = check_numbers(name, found, f"{len(firsts)} rewards", tuple(firsts.shape))
-        return each.tokens(found.to(rewards.dtype), batch["loss_mask"])
+        by_episode = episodes(batch, "rewards", "group_ids", reader=name)
+        firsts = by_episode.firsts
+        advantages = fn(rewards[firsts], batch["group_ids"][firsts]) if len(firsts) else rewards[firsts]
+        advantages = check_numbers(name, advantages, f"{len(firsts)} rewards", tuple(firsts.shape))
+        return by_episode.tokens(advantages.to(rewards.dtype), batch["loss_mask"])
 
     estimator.__name__ = name
     return estimator
@@ -123,16 +123,16 @@ def advantages(batch: Batch, estimator: Estimator = _NORMALIZED) -> Batch:
             f"advantages: the estimator {name} takes rewards and groups, and not a batch; give from_rewards({name})",
             "estimator",
         ) from None
-    with unchanged(batch, name_of(estimator)):
-        found = estimator(batch)
-    added = assign(batch, advantages=found)
+    with forbid_writes(batch, name_of(estimator)):
+        advantages = estimator(batch)
+    added = assign(batch, advantages=advantages)
     if "loss_mask" in added.keys():
         wrong = ~masked(added["advantages"], trained_tokens(added)).isfinite()
         if bool(wrong.any()):
-            place = tuple(wrong.nonzero()[0].tolist())
+            position = tuple(wrong.nonzero()[0].tolist())
             raise NotFinite(
-                f"advantages: {name_of(estimator)} returned {float(added['advantages'][place])} for row {place[0]}, "
-                f"token {place[-1]}; guard what it divides by, or the logarithm of 0"
+                f"advantages: {name_of(estimator)} returned {float(added['advantages'][position])} for row "
+                f"{position[0]}, token {position[-1]}; guard what it divides by, or the logarithm of 0"
             )
     return added
 
@@ -152,7 +152,7 @@ def from_token_rewards(gamma: float = 1.0) -> Estimator:
 
     Returns:
         ``batch -> [B, T]``, 0 on invalid rows and outside ``loss_mask``. It reads ``token_rewards``, ``loss_mask`` and,
-        where they are there, ``valid``, ``episode_ids`` and ``turns``.
+        if present, ``valid``, ``episode_ids`` and ``turns``.
 
     Raises:
         ValueError: ``gamma`` is outside [0, 1].
@@ -194,7 +194,7 @@ def episode_gae(batch: Batch, *, gamma: float, lam: float) -> tuple[Tensor, Tens
         Advantages and returns, each ``[B, T]``, 0 on invalid rows and outside ``loss_mask``. Without gradient.
 
     Raises:
-        MissingColumn: the batch lacks one of them.
+        MissingColumn: the batch lacks a column.
         BatchError: the turns of an episode's rows do not say their order.
         NotFinite: a token reward or a value of a trained token is NaN or infinite.
         ValueError: ``gamma`` or ``lam`` is outside [0, 1].
@@ -216,8 +216,8 @@ def episode_gae(batch: Batch, *, gamma: float, lam: float) -> tuple[Tensor, Tens
         return gae(rewards, values, mask, gamma=gamma, lam=lam)[0]
 
     values = batch["values"]
-    found = over_episodes(estimate, batch, batch["token_rewards"], values, reader="episode_gae")
-    return found, found + masked(values.detach(), trained_tokens(batch))
+    advantages = over_episodes(estimate, batch, batch["token_rewards"], values, reader="episode_gae")
+    return advantages, advantages + masked(values.detach(), trained_tokens(batch))
 
 
 def whitened(estimator: Estimator) -> Estimator:
@@ -247,12 +247,12 @@ def whitened(estimator: Estimator) -> Estimator:
     """
     name = f"whitened({name_of(estimator)})"
 
-    def whitened(batch: Batch) -> Tensor:
+    def estimate(batch: Batch) -> Tensor:
         require(batch, "loss_mask", reader=name)
         return whiten(estimator(batch), trained_tokens(batch))
 
-    whitened.__name__ = name
-    return whitened
+    estimate.__name__ = name
+    return estimate
 
 
 def reinforce_plus_plus(batch: Batch) -> Tensor:
@@ -271,7 +271,7 @@ def reinforce_plus_plus(batch: Batch) -> Tensor:
         ``[B, T]``, 0 on invalid rows and outside ``loss_mask``.
 
     Raises:
-        MissingColumn: the batch lacks one of them.
+        MissingColumn: the batch lacks a column.
         NotFinite: a token reward of a valid row is NaN or infinite.
 
     Source: https://arxiv.org/abs/2501.03262v9, eq. 4 and 5.
@@ -305,7 +305,7 @@ def on_policy_distillation(batch: Batch) -> Tensor:
         ``[B, T]``, 0 on invalid rows and outside ``loss_mask``; exactly 0 where both agree.
 
     Raises:
-        MissingColumn: the batch lacks one of them.
+        MissingColumn: the batch lacks a column.
         NotFinite: a log-probability of a trained token is NaN or infinite, as under a teacher that rules a token out.
 
     Source: K. Lu, On-Policy Distillation (2025), https://thinkingmachines.ai/blog/on-policy-distillation; MOPD,
@@ -336,7 +336,7 @@ def weighted_sum(*terms: tuple[float, Estimator]) -> Estimator:
         ``batch -> [B, T]``.
 
     Raises:
-        ValueError: there are no terms, or a coefficient is not finite.
+        ValueError: no terms are given, or a coefficient is not finite.
         TypeError: a term is not such a pair.
 
     >>> import torch
@@ -346,11 +346,11 @@ def weighted_sum(*terms: tuple[float, Estimator]) -> Estimator:
     >>> weighted_sum((1.0, from_rewards(group_normalize)), (0.5, on_policy_distillation))(batch).tolist()
     [[1.0]]
     """
-    weighted("weighted_sum", "estimator", terms)
+    check_terms("weighted_sum", "estimator", terms)
 
     def total(batch: Batch) -> Tensor:
-        (first, *others) = (coef * estimator(batch) for coef, estimator in terms)
-        return sum(others, first)
+        (first, *rest) = (coef * estimator(batch) for coef, estimator in terms)
+        return sum(rest, first)
 
     total.__name__ = f"weighted_sum({', '.join(name_of(estimator) for _, estimator in terms)})"
     return total

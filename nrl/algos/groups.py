@@ -40,7 +40,7 @@ def _check_rows(reader: str, rewards: Tensor, group_ids: Tensor) -> None:
 
 class _Centred(NamedTuple):
     rewards: Tensor  # less their group's mean, in float64
-    means: Tensor  # of each row's group
+    means: Tensor  # one entry for each row's group
     groups: Tensor  # the number of each row's group
     sizes: Tensor  # the size of each row's group
 

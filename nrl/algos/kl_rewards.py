@@ -42,8 +42,8 @@ def sampled_logprobs(batch: TensorDict, reader: str) -> Tensor:
     column = column or "rollout_logprobs"
     require(batch, column, reader=reader)
     check_finite(batch, column, reader=reader)
-    found: Tensor = batch[column].detach()
-    return found
+    logprobs: Tensor = batch[column].detach()
+    return logprobs
 
 
 def _penalties(batch: TensorDict, penalty: Penalty, reader: str) -> Tensor:
@@ -74,8 +74,8 @@ def token_rewards(batch: Batch, penalty: Penalty | None = None) -> Batch:
         penalty: ``(logprobs, batch) -> [B, T]``, such as ``kl(k1, 0.01)``; None: no penalty.
 
     Raises:
-        MissingColumn: the batch lacks one of them.
-        BatchError: there are several rewards a row, the rows of an episode differ in theirs, or their turns do not say
+        MissingColumn: the batch lacks a column.
+        BatchError: a row has several rewards, the rows of an episode differ in theirs, or their turns do not say
             their order.
         NotFinite: a reward or log-probability of a valid row is NaN or infinite.
 
@@ -120,8 +120,8 @@ def penalized_rewards(batch: Batch, penalty: Penalty) -> Batch:
         penalty: ``(logprobs, batch) -> [B, T]``, such as ``kl(k1, 0.05)``.
 
     Raises:
-        MissingColumn: the batch lacks one of them.
-        BatchError: there are several rewards a row.
+        MissingColumn: the batch lacks a column.
+        BatchError: a row has several rewards.
         NotFinite: a reward or log-probability of a valid row is NaN or infinite.
 
     Source: Ahmadian et al., Back to Basics, https://arxiv.org/abs/2402.14740, section 2.
@@ -137,6 +137,6 @@ def penalized_rewards(batch: Batch, penalty: Penalty) -> Batch:
     require(batch, "rewards", "loss_mask", reader="penalized_rewards")
     rewards = row_rewards(batch, reader="penalized_rewards")
     check_finite(batch, "rewards", reader="penalized_rewards")
-    each = episodes(batch, "rewards", reader="penalized_rewards")
-    cost = each.rows(each.sums(_penalties(batch, penalty, "penalized_rewards").sum(-1)))
+    by_episode = episodes(batch, "rewards", reader="penalized_rewards")
+    cost = by_episode.rows(by_episode.sums(_penalties(batch, penalty, "penalized_rewards").sum(-1)))
     return assign(batch, rewards=rewards - cost)

@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from nrl.algos._arguments import weighted
+from nrl.algos._arguments import check_terms
 from nrl.batch import Batch, require
 from nrl.batch.metrics import Mean, Metrics
 from nrl.errors import ArgumentError
@@ -114,7 +114,7 @@ def episode_shares(batch: Batch) -> Tensor:
     whole batch, where an episode has several rows. So this is right in every part of it, and on any whole batch.
 
     Args:
-        batch: ``[*B]``, has ``loss_mask`` and, where they are there, ``episode_shares`` or ``episode_ids``; without
+        batch: ``[*B]``, has ``loss_mask`` and, if present, ``episode_shares`` or ``episode_ids``; without
             these a row is an episode.
 
     Returns:
@@ -128,8 +128,8 @@ def episode_shares(batch: Batch) -> Tensor:
     [0.25, 0.75, 1.0]
     """
     if "episode_shares" in batch.keys():
-        known: Tensor = batch["episode_shares"]
-        return known
+        shares: Tensor = batch["episode_shares"]
+        return shares
     require(batch, "loss_mask", reader="episode_shares")
     counts: Tensor = batch["loss_mask"].sum(-1)
     if "episode_ids" not in batch.keys():
@@ -137,8 +137,8 @@ def episode_shares(batch: Batch) -> Tensor:
     # Losses call this on a device, which no size that depends on numbers makes wait
     ids: Tensor = batch["episode_ids"].flatten()
     first = torch.searchsorted(ids.sort().values, ids)
-    whole = torch.zeros_like(ids).index_add(0, first, counts.flatten())[first]
-    return counts.double() / whole.view(counts.shape).clamp(min=1)
+    episode_counts = torch.zeros_like(ids).index_add(0, first, counts.flatten())[first]
+    return counts.double() / episode_counts.view(counts.shape).clamp(min=1)
 
 
 def by_episode[F: Callable[..., Any]](aggregate: F) -> F:
@@ -207,7 +207,7 @@ class LogitsOutput(str):
         return LogitsOutput, (str(self), self.fn, self.columns, self.k)
 
     def is_same(self, other: str) -> bool:
-        """Whether another output of this name computes the same."""
+        """Return whether another output of this name computes the same."""
         return isinstance(other, LogitsOutput) and (self.fn, self.columns, self.k) == (other.fn, other.columns, other.k)
 
 
@@ -359,7 +359,7 @@ def add(*terms: tuple[float, Loss]) -> Loss:
         A loss with one `Mean` a term, its total already times the coefficient. It needs the outputs of its terms.
 
     Raises:
-        ValueError: there are no terms, or a coefficient is not finite.
+        ValueError: no terms are given, or a coefficient is not finite.
         TypeError: a term is not such a pair.
 
     >>> import torch
@@ -370,15 +370,15 @@ def add(*terms: tuple[float, Loss]) -> Loss:
     >>> {key: term.total.item() for key, term in loss.items()}
     {'sft_loss': 3.0, 'sft_loss_2': 1.5}
     """
-    weighted("add", "loss", terms)
+    check_terms("add", "loss", terms)
 
     @needs(*needed(*(loss for _, loss in terms)))
     def total(out: TensorDict, batch: Batch) -> tuple[dict[str, Mean], Metrics]:
         means: dict[str, Mean] = {}
         metrics: Metrics = {}
         for coef, loss in terms:
-            found, extra = loss(out, batch)
-            for key, mean in ({name_of(loss): found} if isinstance(found, Mean) else found).items():
+            value, extra = loss(out, batch)
+            for key, mean in ({name_of(loss): value} if isinstance(value, Mean) else value).items():
                 means[_distinct(key, means)] = Mean(coef * mean.total, mean.weight)
             for key, metric in extra.items():
                 metrics[_distinct(key, metrics)] = metric

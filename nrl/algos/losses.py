@@ -6,7 +6,7 @@ from collections.abc import Callable
 from tensordict import TensorDict
 from torch import Tensor
 
-from nrl.algos._reductions import aggregated, token_max
+from nrl.algos._reductions import aggregate_tokens, token_max
 from nrl.algos.aggregate import Aggregate, seq_mean, seq_sum, token_mean
 from nrl.algos.corrections import Correction, truncate
 from nrl.algos.divergences import Penalty, k3
@@ -125,14 +125,14 @@ def policy_loss(
             loss = loss * weight
             metrics["correction"] = token_mean(weight, mask)
         if keep is not None:
-            kept = keep(logprobs.detach(), batch).detach()
-            loss = loss * kept
-            metrics["kept"] = token_mean(kept.to(loss.dtype), mask)
+            keep_mask = keep(logprobs.detach(), batch).detach()
+            loss = loss * keep_mask
+            metrics["kept"] = token_mean(keep_mask.to(loss.dtype), mask)
         if penalty is not None:
             cost = penalty(logprobs, batch)
             loss = loss + cost
             metrics["penalty"] = token_mean(cost.detach(), mask)
-        return aggregated(aggregate, loss, batch), metrics
+        return aggregate_tokens(aggregate, loss, batch), metrics
 
     return policy_loss
 
@@ -279,7 +279,7 @@ reinforce_loss = named(
 
         -1/B Σ_i Σ_t A_{i,t} log π_θ(y_{i,t} | y_{i,<t})
 
-    Reads ``advantages``, ``loss_mask``, and for a metric ``old_logprobs`` where it is there. The gradient is that of
+    Reads ``advantages``, ``loss_mask``, and for a metric ``old_logprobs`` if present. The gradient is that of
     the log-probability of a row, a sum over its tokens. A mean over tokens would be another method. The methods differ
     in their advantages: `leave_one_out`, `greedy_baseline` and `optimal_baseline`.
 

@@ -47,7 +47,7 @@ def masked_column(batch: TensorDict, column: str, reader: str) -> Tensor:
         reader: who reads it, as a user would name it; for the error.
 
     Raises:
-        MissingColumn: the batch lacks one of them.
+        MissingColumn: the batch lacks a column.
 
     >>> mask = torch.tensor([[False, True]])
     >>> batch = TensorDict({"loss_mask": mask, "values": torch.tensor([[7.0, 5.0]])}, batch_size=[1])

@@ -74,14 +74,14 @@ def mismatch_metrics(out: TensorDict | Mapping[str, Tensor], batch: Batch) -> Me
     ratio = masked(x.exp(), mask)
     kl = token_mean(torch.expm1(x) - x, mask)
     squares = ratio.square()
-    found = (
+    reductions = (
         kl,
         Ess(ratio.sum(), squares.sum(), kl.weight),
         token_max(x.abs(), mask),
         token_mean(squares - 1, mask),
         token_max(ratio, mask),
     )
-    return dict(zip(_NAMES, found, strict=True))
+    return dict(zip(_NAMES, reductions, strict=True))
 
 
 def check_mismatch(numbers: Mapping[str, float], bound: float) -> None:

@@ -5,7 +5,7 @@ A pair with a row that has no token, because it is invalid or empty, compares no
 
 from tensordict import TensorDict
 
-from nrl.algos._pairwise import compared, counted_pairs
+from nrl.algos._pairwise import counted_pairs, pairwise_loss
 from nrl.algos.aggregate import Aggregate, token_mean
 from nrl.algos.answer_scores import Score
 from nrl.algos.link_functions import Link
@@ -57,7 +57,7 @@ def preference_loss(score: Score, link: Link) -> MeanLoss:
                 f"{name}: the score has shape {list(scores.shape)}; it must be one number a row, "
                 f"{list(mask.shape[:-1])}"
             )
-        return compared(scores, counted, link)
+        return pairwise_loss(scores, counted, link)
 
     return preference_loss
 

@@ -57,7 +57,7 @@ def pass_at_k(passed: Tensor, group_ids: Tensor, k: int) -> Mean:
 
 
 def majority(passed: Tensor, group_ids: Tensor, answers: Sequence[Hashable | None]) -> Mean:
-    """How often the most frequent answer of a group is right.
+    """Compute the probability that the most frequent answer of a group is right.
 
         maj = mean over groups of 1/|W| Σ_{a in W} [a passes],   W the most frequent answers of a group
 
@@ -68,7 +68,7 @@ def majority(passed: Tensor, group_ids: Tensor, answers: Sequence[Hashable | Non
     Args:
         passed: ``[B]`` bool.
         group_ids: ``[B]`` int64; in any order, groups of any size.
-        answers: of each row, as something that can be compared, such as a text; None: it has none.
+        answers: of each row, as a comparable value, for example a text; None: no answer.
 
     Returns:
         A mean whose weight is the number of groups.
@@ -91,14 +91,14 @@ def majority(passed: Tensor, group_ids: Tensor, answers: Sequence[Hashable | Non
         ballots = votes[group]  # a group counts even if nobody votes
         if answer is not None:
             ballots[answer].append(right)
-    return _mean(math.fsum(_elected(list(ballots.values())) for ballots in votes.values()), len(votes))
+    return _mean(math.fsum(_majority_probability(list(ballots.values())) for ballots in votes.values()), len(votes))
 
 
-def _elected(ballots: Sequence[Sequence[bool]]) -> float:
-    """The probability that an answer drawn from those with the most votes is right."""
-    most = max(map(len, ballots), default=0)
-    first = [each for each in ballots if len(each) == most]
-    return sum(map(sum, first)) / (len(first) * most) if first else 0.0
+def _majority_probability(ballots: Sequence[Sequence[bool]]) -> float:
+    """Return the probability that an answer drawn from the most frequent ones is right."""
+    max_votes = max(map(len, ballots), default=0)
+    first = [ballot for ballot in ballots if len(ballot) == max_votes]
+    return sum(map(sum, first)) / (len(first) * max_votes) if first else 0.0
 
 
 def _mean(total: float, weight: int) -> Mean:

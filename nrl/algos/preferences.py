@@ -33,8 +33,8 @@ __all__ = [
 ]
 
 
-def _preference(name: str, what: str, score: Score, link: Link) -> MeanLoss:
-    return named(name, f"{what}; see `nrl.algos.{name}`.", preference_loss(score, link))
+def _preference(name: str, doc: str, score: Score, link: Link) -> MeanLoss:
+    return named(name, f"{doc}; see `nrl.algos.{name}`.", preference_loss(score, link))
 
 
 @checked("dpo_loss", finite=False)
@@ -409,5 +409,5 @@ def rpo_loss(beta: float, alpha: float = 1.0, aggregate: Aggregate = seq_mean) -
     return _with_nll("rpo_loss", "RPO", (1.0, preference), (alpha, chosen_nll(aggregate)))
 
 
-def _with_nll(name: str, what: str, preference: tuple[float, MeanLoss], nll: tuple[float, MeanLoss]) -> Loss:
-    return named(name, f"{what}; see `nrl.algos.{name}`.", add(preference, nll))
+def _with_nll(name: str, doc: str, preference: tuple[float, MeanLoss], nll: tuple[float, MeanLoss]) -> Loss:
+    return named(name, f"{doc}; see `nrl.algos.{name}`.", add(preference, nll))

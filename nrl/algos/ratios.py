@@ -59,7 +59,7 @@ def token_ratio(logprobs: Tensor, batch: Batch) -> Tensor:
         batch: has ``old_logprobs`` and ``loss_mask``, both ``[*B, T]``.
 
     Raises:
-        MissingColumn: the batch lacks one of them.
+        MissingColumn: the batch lacks a column.
 
     Source: PPO, https://arxiv.org/abs/1707.06347, eq. 6.
 
@@ -84,7 +84,7 @@ def rollout_ratio(logprobs: Tensor, batch: Batch) -> Tensor:
         batch: has ``rollout_logprobs`` and ``loss_mask``, both ``[*B, T]``.
 
     Raises:
-        MissingColumn: the batch lacks one of them.
+        MissingColumn: the batch lacks a column.
 
     Source: DPPO, https://arxiv.org/abs/2602.04879, eq. 12, where the sampler's policy is μ.
 
@@ -110,7 +110,7 @@ def on_policy_ratio(logprobs: Tensor, batch: Batch) -> Tensor:
         batch: has ``loss_mask`` ``[*B, T]``.
 
     Raises:
-        MissingColumn: the batch lacks it.
+        MissingColumn: the batch lacks the column.
 
     Source: REINFORCE's gradient as that of a ratio, as in DiCE, https://arxiv.org/abs/1802.05098.
 
@@ -136,7 +136,7 @@ def sequence_ratio(logprobs: Tensor, batch: Batch) -> Tensor:
         batch: has ``old_logprobs`` and ``loss_mask``, both ``[*B, T]``.
 
     Raises:
-        MissingColumn: the batch lacks one of them.
+        MissingColumn: the batch lacks a column.
 
     Source: GSPO, https://arxiv.org/abs/2507.18071, eq. 7.
 

@@ -44,14 +44,14 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
     in_unit_interval("gae", "lam", lam)
     rewards, values = masked(rewards.detach(), mask), masked(values.detach(), mask)
     next_advantage = next_value = rewards.new_zeros(rewards.shape[:-1])
-    found = []
+    reversed_advantages = []
     for t in reversed(range(mask.shape[-1])):
-        here, value = mask[..., t], values[..., t]
+        is_action, value = mask[..., t], values[..., t]
         delta = rewards[..., t] + gamma * next_value - value
-        next_advantage = torch.where(here, delta + gamma * lam * next_advantage, next_advantage)
-        next_value = torch.where(here, value, next_value)
-        found.append(next_advantage)
-    advantages = masked(torch.stack(found[::-1], -1), mask) if found else values
+        next_advantage = torch.where(is_action, delta + gamma * lam * next_advantage, next_advantage)
+        next_value = torch.where(is_action, value, next_value)
+        reversed_advantages.append(next_advantage)
+    advantages = masked(torch.stack(reversed_advantages[::-1], -1), mask) if reversed_advantages else values
     return advantages, advantages + values
 
 

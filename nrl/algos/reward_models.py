@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from nrl.algos._arguments import not_negative
-from nrl.algos._pairwise import compared, counted_pairs
+from nrl.algos._pairwise import counted_pairs, pairwise_loss
 from nrl.algos.loss_contract import MeanLoss, name_of, named, needs
 from nrl.algos.masking import masked
 from nrl.arguments import checked
@@ -63,9 +63,9 @@ def bradley_terry_loss(centering: float = 0.0) -> MeanLoss:
         def link(margin: Tensor) -> Tensor:
             return -logsigmoid(margin - least)
 
-        (total, weight), metrics = compared(rewards, counted, link)
-        both = masked(rewards.sum(-1), counted)
-        return Mean(total + centering * both.square().sum(dtype=total.dtype), weight), metrics
+        (total, weight), metrics = pairwise_loss(rewards, counted, link)
+        sums = masked(rewards.sum(-1), counted)
+        return Mean(total + centering * sums.square().sum(dtype=total.dtype), weight), metrics
 
     return named("bradley_terry_loss", "Rewards from pairs; see `nrl.algos.bradley_terry_loss`.", bradley_terry_loss)
 

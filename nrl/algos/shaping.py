@@ -118,7 +118,7 @@ def overlong_penalty(limit: int, buffer: int) -> Shaping:
         buffer: how many of these, at the end, are punished; between 1 and ``limit``.
 
     Returns:
-        ``batch -> batch``. It reads ``rewards``, ``loss_mask`` and, where they are there, ``valid`` and
+        ``batch -> batch``. It reads ``rewards``, ``loss_mask`` and, if present, ``valid`` and
         ``episode_ids``.
 
     Raises:
@@ -146,8 +146,8 @@ def overlong_penalty(limit: int, buffer: int) -> Shaping:
 def _lengths(batch: Batch, reader: str) -> tuple[Tensor, Tensor]:
     """Each row's reward, and the number of trained tokens of its episode; 0 on invalid rows."""
     require(batch, "rewards", "loss_mask", reader=reader)
-    each = episodes(batch, reader=reader)
-    return row_rewards(batch, reader=reader), each.rows(each.sums(batch["loss_mask"].sum(-1).double()))
+    by_episode = episodes(batch, reader=reader)
+    return row_rewards(batch, reader=reader), by_episode.rows(by_episode.sums(batch["loss_mask"].sum(-1).double()))
 
 
 @checked("stop_properly", finite=False)
@@ -188,8 +188,8 @@ def stop_properly(coef: float) -> Shaping:
 
 def _anywhere(batch: Batch, marked: Tensor, reader: str) -> Tensor:
     """The rows of episodes with a marked valid row."""
-    each = episodes(batch, reader=reader)
-    return each.rows(each.sums(marked.long())) > 0
+    by_episode = episodes(batch, reader=reader)
+    return by_episode.rows(by_episode.sums(marked.long())) > 0
 
 
 @checked("length_penalty", finite=False)
@@ -207,7 +207,7 @@ def length_penalty(weight: float, threshold: float = 0.0) -> Shaping:
         threshold: the reward above which an answer is right.
 
     Returns:
-        ``batch -> batch``. It reads ``rewards``, ``group_ids``, ``loss_mask`` and, where they are there, ``valid`` and
+        ``batch -> batch``. It reads ``rewards``, ``group_ids``, ``loss_mask`` and, if present, ``valid`` and
         ``episode_ids``.
 
     Raises:
@@ -229,16 +229,16 @@ def length_penalty(weight: float, threshold: float = 0.0) -> Shaping:
     def length_penalty(batch: Batch) -> Batch:
         require(batch, "group_ids", reader="length_penalty")
         rewards, lengths = _lengths(batch, "length_penalty")
-        each = episodes(batch, "rewards", "group_ids", reader="length_penalty")
-        lengths = lengths[each.firsts]
-        ids, group = batch["group_ids"][each.firsts].unique(return_inverse=True)
+        by_episode = episodes(batch, "rewards", "group_ids", reader="length_penalty")
+        lengths = lengths[by_episode.firsts]
+        ids, group = batch["group_ids"][by_episode.firsts].unique(return_inverse=True)
         none = lengths.new_zeros(len(ids))
         least = none.scatter_reduce(0, group, lengths, "amin", include_self=False)[group]
-        most = none.scatter_reduce(0, group, lengths, "amax", include_self=False)[group]
-        shorter = torch.where(most > least, 0.5 - (lengths - least) / (most - least).clamp(min=1), 0)
-        right = rewards[each.firsts] > threshold
+        longest = none.scatter_reduce(0, group, lengths, "amax", include_self=False)[group]
+        shorter = torch.where(longest > least, 0.5 - (lengths - least) / (longest - least).clamp(min=1), 0)
+        right = rewards[by_episode.firsts] > threshold
         added = weight * torch.where(right, shorter, shorter.clamp(max=0))
-        return assign(batch, rewards=rewards + each.rows(added).to(rewards.dtype))
+        return assign(batch, rewards=rewards + by_episode.rows(added).to(rewards.dtype))
 
     return length_penalty
 
@@ -253,7 +253,7 @@ def mask_truncated(batch: Batch) -> Batch:
         batch: has ``truncated`` and ``loss_mask``. An episode is truncated if one of its valid rows is.
 
     Raises:
-        MissingColumn: the batch lacks one of them.
+        MissingColumn: the batch lacks a column.
 
     Source: DAPO, https://arxiv.org/abs/2503.14476, section 3.4.
 
@@ -276,7 +276,7 @@ def mask_greedy(batch: Batch) -> Batch:
         batch: has ``temperature`` and ``loss_mask``.
 
     Raises:
-        MissingColumn: the batch lacks one of them.
+        MissingColumn: the batch lacks a column.
 
     Source: Li et al., ReMax, https://arxiv.org/abs/2310.10505.
 
@@ -305,7 +305,7 @@ def top_entropy(fraction: float) -> Shaping:
         fraction: in (0, 1]; 0.2 in the paper.
 
     Returns:
-        ``batch -> batch``. It reads ``entropy``, ``loss_mask`` and, where it is there, ``valid``.
+        ``batch -> batch``. It reads ``entropy``, ``loss_mask`` and, if present, ``valid``.
 
     Raises:
         ValueError: ``fraction`` is not in (0, 1].
@@ -346,7 +346,7 @@ def keep_at_least(threshold: float) -> Shaping:
         threshold: the smallest reward to keep.
 
     Returns:
-        ``batch -> batch``, with ``valid``. It reads ``rewards`` and, where it is there, ``valid``.
+        ``batch -> batch``, with ``valid``. It reads ``rewards`` and, if present, ``valid``.
 
     Raises:
         ValueError: ``threshold`` is NaN.
@@ -385,8 +385,8 @@ def keep_best(batch: Batch) -> Batch:
         The batch with ``valid``.
 
     Raises:
-        MissingColumn: the batch lacks one of them.
-        BatchError: there are several rewards a row.
+        MissingColumn: the batch lacks a column.
+        BatchError: a row has several rewards.
         NotFinite: the reward of a valid row is NaN or infinite.
 
     Source: Dong et al., RAFT, https://arxiv.org/abs/2304.06767.

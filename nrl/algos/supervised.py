@@ -20,7 +20,7 @@ def sft_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
         batch: has ``loss_mask`` ``[*B, T]``.
 
     Raises:
-        MissingColumn: the batch lacks it.
+        MissingColumn: the batch lacks the column.
 
     Source: maximum likelihood.
 
@@ -52,7 +52,7 @@ def weighted_sft_loss(out: TensorDict, batch: Batch) -> tuple[Mean, Metrics]:
         Total: the weighted sum over tokens, in nats; weight: the tokens, each times the weight of its row.
 
     Raises:
-        MissingColumn: the batch lacks one of them.
+        MissingColumn: the batch lacks a column.
 
     Source: weighted maximum likelihood.
 

@@ -70,13 +70,13 @@ def clip(low: float, high: float | None = None, dual: float | None = None) -> Su
             objective = torch.where(advantages < 0, torch.maximum(objective, dual * advantages), objective)
         return -objective
 
-    def clipped(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
+    def is_clipped(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
         ratio = bounded(log_ratio).exp()
         above = (advantages > 0) & (ratio > 1 + high)
         below = (advantages < 0) & ((ratio < 1 - low) | (ratio > (math.inf if dual is None else dual)))
         return above | below
 
-    clip.__dict__["clipped"] = clipped
+    clip.__dict__["clipped"] = is_clipped
     return clip
 
 
@@ -114,11 +114,11 @@ def cispo(high: float, low: float | None = None) -> Surrogate:
         weight = bounded(log_ratio.detach()).exp().clamp(1 - low, 1 + high)
         return -weight * advantages * logprobs
 
-    def clipped(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
+    def is_clipped(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
         ratio = bounded(log_ratio).exp()
         return (advantages != 0) & ((ratio > 1 + high) | (ratio < 1 - low))
 
-    cispo.__dict__["clipped"] = clipped
+    cispo.__dict__["clipped"] = is_clipped
     return cispo
 
 
@@ -192,7 +192,7 @@ def dppo(
     if not cap > 0:
         raise ArgumentError(f"dppo: cap is {cap}; it is the largest ratio, so it must be greater than 0")
 
-    def clipped(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
+    def is_clipped(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
         apart = divergence(logprobs, logprobs - log_ratio)
         above = (advantages > 0) & (log_ratio > 0) & (apart > high)
         below = (advantages < 0) & (log_ratio < 0) & (apart > low)
@@ -201,10 +201,10 @@ def dppo(
     def dppo(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
         fixed = log_ratio.detach()
         weight = bounded(fixed).exp().clamp(max=cap)
-        left_out = clipped(fixed, logprobs.detach(), advantages)
+        left_out = is_clipped(fixed, logprobs.detach(), advantages)
         return -torch.where(left_out, 0, weight) * advantages * logprobs
 
-    dppo.__dict__["clipped"] = clipped
+    dppo.__dict__["clipped"] = is_clipped
     return dppo
 
 

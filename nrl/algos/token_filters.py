@@ -56,7 +56,7 @@ def opsm(delta: float) -> Selection:
         mask = batch["loss_mask"]
         apart = sampled - masked(logprobs.detach(), mask)
         left_behind = (advantages < 0) & (row_means(apart, mask) > delta)
-        kept: Tensor = mask & ~left_behind
-        return kept.to(apart.dtype)
+        mask_of_kept: Tensor = mask & ~left_behind
+        return mask_of_kept.to(apart.dtype)
 
     return opsm

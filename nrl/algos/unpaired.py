@@ -100,7 +100,7 @@ def mismatched(batch: Batch) -> Batch:
 
     Raises:
         MissingColumn: the batch lacks a column.
-        BatchError: it is one of pairs.
+        BatchError: the batch has pairs.
 
     Source: KTO, https://arxiv.org/abs/2402.01306v4, section 4.1, j = (i + 1) mod m. TRL takes the answer to the
     previous prompt.
@@ -121,15 +121,17 @@ def mismatched(batch: Batch) -> Batch:
     giver[answering] = rows[answering].roll(-1)
     start = torch.where(answering, mask.int().argmax(-1), long)
     size = start + (long - start)[giver]
-    at = torch.arange(int(size.max()) if len(batch) else 0, device=mask.device).expand(len(batch), -1)
-    asked, real = at < start.unsqueeze(-1), at < size.unsqueeze(-1)
-    source = torch.where(asked, rows.unsqueeze(-1), giver.unsqueeze(-1))
-    place = torch.where(asked, at, at + (start[giver] - start).unsqueeze(-1)).clamp(0, max(0, mask.shape[-1] - 1))
+    position = torch.arange(int(size.max()) if len(batch) else 0, device=mask.device).expand(len(batch), -1)
+    in_prompt, real = position < start.unsqueeze(-1), position < size.unsqueeze(-1)
+    source = torch.where(in_prompt, rows.unsqueeze(-1), giver.unsqueeze(-1))
+    source_position = torch.where(in_prompt, position, position + (start[giver] - start).unsqueeze(-1)).clamp(
+        0, max(0, mask.shape[-1] - 1)
+    )
     other = (giver != rows).unsqueeze(-1)
     columns = {
-        "input_ids": torch.where(real, batch["input_ids"][source, place], 0),
+        "input_ids": torch.where(real, batch["input_ids"][source, source_position], 0),
         "attention_mask": real,
-        "loss_mask": mask[source, place] & real & ~asked & other,
+        "loss_mask": mask[source, source_position] & real & ~in_prompt & other,
     }
     if "temperature" in batch.keys():
         columns["temperature"] = batch["temperature"]

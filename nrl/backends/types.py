@@ -34,7 +34,7 @@ __all__ = [
 
 @attrs.frozen(eq=False)
 class Piece:
-    """A block of a weight: all of it, or what one of the processes that share it holds.
+    """A block of a weight: the full weight, or a process's part of it.
 
     Args:
         name: of the weight, as in Hugging Face's files.
@@ -60,12 +60,12 @@ type Bucket = Sequence[Piece]
 @checked("Media")
 @attrs.frozen(eq=False)
 class Media:
-    """A part of a prompt that is not tokens, such as a picture. Two are equal if their contents are.
+    """A part of a prompt other than tokens, for example a picture. Two parts are equal if their contents are.
 
     Args:
-        kind: such as ``"image"``; a sampler says in its `nrl.backends.Capabilities` which kinds it takes.
+        kind: for example ``"image"``; a sampler lists its kinds in `nrl.backends.Capabilities`.
         data: of any shape, as the model's processor makes it.
-        length: the tokens that stand for it in the context.
+        length: the number of tokens in the context.
 
     >>> import torch
     >>> Media("image", torch.zeros(2), 4) == Media("image", torch.zeros(2), 4)
@@ -80,8 +80,8 @@ class Media:
     def __attrs_post_init__(self) -> None:
         data = self.data.detach().cpu()
         content = hashlib.blake2b(flat_bytes(data).numpy().tobytes(), digest_size=16).digest()
-        told = self.kind, self.length, tuple(data.shape), str(data.dtype), content
-        object.__setattr__(self, "_content", told)
+        identity = self.kind, self.length, tuple(data.shape), str(data.dtype), content
+        object.__setattr__(self, "_content", identity)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Media) and self._content == other._content
@@ -95,7 +95,7 @@ type Chunks = Sequence[int | Media]
 
 
 def length_of(prompt: Chunks) -> int:
-    """How many tokens a prompt takes in the context.
+    """Return the number of tokens that a prompt takes in the context.
 
     >>> import torch
     >>> length_of([5, Media("image", torch.zeros(2), 4), 6])
@@ -107,7 +107,7 @@ def length_of(prompt: Chunks) -> int:
 
 
 type ModelSource = str | os.PathLike[str] | Mapping[str, Any]
-"""What a `Model` is made of."""
+"""The source of a `Model`."""
 
 
 def _source(value: ModelSource) -> str | Mapping[str, Any]:
@@ -133,23 +133,23 @@ class Model:
     """A model as frozen data, which every backend builds in its own way.
 
     Args:
-        source: a folder, a name on the Hugging Face hub, or a config as a mapping with ``model_type``, from which a
-            model with random weights is made.
-        head: what the model computes from its last hidden states. ``"lm"``: a distribution over the next token;
-            ``"value"``: a number before each token, what an episode will still earn; ``"reward"``: a number for a row,
-            from its last token. A folder that has no such head yet, as a language model has none, gets one that says 0.
-        dtype: what it computes in. Under ``"bfloat16"`` a trainer keeps its weights and moments in float32.
-        lora: low-rank adapters on its linear layers, which are trained instead of the weights. Arguments of
+        source: a folder, a name on the Hugging Face hub, or a config as a mapping with ``model_type``, which gives a
+            model with random weights.
+        head: the function of the last hidden states. ``"lm"``: a distribution over the next token; ``"value"``: a
+            number before each token, the expected return of the episode from there; ``"reward"``: a number for a row,
+            from its last token. A folder without a value or reward head gets one of zeros.
+        dtype: of the computation. Under ``"bfloat16"`` a trainer keeps its weights and moments in float32.
+        lora: low-rank adapters on the linear layers, trained instead of the weights. Arguments of
             ``peft.LoraConfig``, such as ``{"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}``, or a folder in
             peft's format; None: all weights are trained.
-        tokenizer: a folder, a hub name, or a transformers tokenizer; None: the one that lies with ``source``.
+        tokenizer: a folder, a hub name, or a transformers tokenizer; None: the tokenizer of ``source``.
         seed: of the random weights, where ``source`` is a config, and of a new adapter. The same seed gives the same
             weights everywhere.
-        trust_remote_code: let Python files that lie with the model or the tokenizer run, which some architectures need.
-            They can do whatever you can. Nobody is asked: where it is false, such a model is a `ModelError`.
+        trust_remote_code: let Python files of the model or the tokenizer run, which some architectures need. The files
+            have all of your rights. If false, a model with code is a `ModelError`.
         train_pad_embedding: train the input embedding of the pad token, which transformers freezes by
-            ``nn.Embedding(padding_idx=)``. It matters where rows hold that token as a token of their own, such as where
-            it also ends a turn. A head that is tied to the embedding is trained whole either way.
+            ``nn.Embedding(padding_idx=)``. This matters where rows hold the pad token as a token of their own, for
+            example where it also ends a turn. A head tied to the embedding is trained in full either way.
 
     Raises:
         ValueError: a field that cannot be used.
@@ -179,7 +179,7 @@ class Model:
 
     @property
     def adapter(self) -> tuple[Any, ...] | None:
-        """What identifies its adapter: one of another model fits if this is equal. None: it has no adapter."""
+        """The identity of its adapter: an adapter of another model fits if this is equal. None: it has no adapter."""
         return None if self.lora is None else (self.source, self.seed, self.lora)
 
 
@@ -243,7 +243,7 @@ def _texts(value: str | Iterable[str]) -> tuple[str, ...]:
 @checked("Sampling")
 @attrs.frozen
 class Sampling:
-    """How tokens are drawn: temperature first, then top-k, then top-p, over what is left, renormalised.
+    """The options of sampling: temperature first, then top-k, then top-p, renormalised over the kept tokens.
 
     Args:
         temperature: the logits are divided by it, from 0.001 to 1000; 0 is greedy, with log-probabilities at
@@ -288,13 +288,12 @@ class Completion(NamedTuple):
         token_ids: ``[L]`` int64, the sampled tokens, with the stop token if one was sampled.
         logprobs: ``[L]`` float32, nats: of each token under the distribution that it was sampled from, so after the
             temperature, and renormalised over the kept tokens under top-k and top-p.
-        truncated: a length limit stopped it.
-        version: the version of the weights that sampled it; the oldest, where they changed meanwhile.
-        versions: ``[L]`` int64, of each token; None: the sampler gets no new weights while it decodes.
-        times: how often an engine or a server was asked: more than once, where an engine died or was told to begin
-            again, or a server failed.
-        routes: ``[n, layers, k]`` int16, the experts that the first n tokens of prompt and completion went to, in each
-            layer that has a router; n is all but the last token, which was no input yet. None: they were not recorded.
+        truncated: a length limit ended the completion.
+        version: the version of the sampling weights; the oldest, if the weights changed meanwhile.
+        versions: ``[L]`` int64, of each token; None: the sampler gets no new weights while decoding.
+        times: the number of requests to an engine or a server: more than one after a death, a restart or a failure.
+        routes: ``[n, layers, k]`` int16, the experts of the first n tokens of prompt and completion in each layer with
+            a router; n is all but the last token, which was no input yet. None: routes were not recorded.
 
     >>> import torch
     >>> Completion(torch.tensor([7, 2]), torch.tensor([-0.5, -0.1]), truncated=False, version=1).version
@@ -314,7 +313,7 @@ _TOP_K = "top_k("
 
 
 def top_k(k: int) -> str:
-    """The name of the output that is the k most probable tokens at each place; forward only.
+    """Return the name of the output of the k most probable tokens at each place; forward only.
 
     >>> top_k(8)
     'top_k(8)'
@@ -323,7 +322,7 @@ def top_k(k: int) -> str:
 
 
 def top_k_of(needs: Collection[str]) -> int | None:
-    """The k of the `top_k` among the names of outputs; None: there is none.
+    """Return the k of the `top_k` among the names of outputs; None: there is none.
 
     >>> top_k_of({"logprobs", top_k(8)}), top_k_of({"logprobs"})
     (8, None)
@@ -332,7 +331,7 @@ def top_k_of(needs: Collection[str]) -> int | None:
 
 
 def outputs_of(needs: Collection[str]) -> list[str]:
-    """The names of the outputs that needs stand for, in order: their own, and two for `top_k`.
+    """Return the names of the outputs that needs stand for, in order: their own, and two for `top_k`.
 
     >>> outputs_of({"values"}), outputs_of({"logprobs", top_k(8)})
     (['values'], ['logprobs', 'top_k_ids', 'top_k_logprobs'])

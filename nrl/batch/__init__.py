@@ -2,7 +2,7 @@
 
 from nrl.batch.columns import COLUMNS, declare
 from nrl.batch.parts import Parts, concatenate, deal, microbatches, minibatches, pad, restore, shard
-from nrl.batch.values import Batch, assign, lengths, require, unchanged
+from nrl.batch.values import Batch, assign, forbid_writes, lengths, require
 
 __all__ = [
     "COLUMNS",
@@ -12,6 +12,7 @@ __all__ = [
     "concatenate",
     "deal",
     "declare",
+    "forbid_writes",
     "lengths",
     "microbatches",
     "minibatches",
@@ -19,5 +20,4 @@ __all__ = [
     "require",
     "restore",
     "shard",
-    "unchanged",
 ]

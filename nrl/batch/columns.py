@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from nrl.batch.ragged import is_ragged
 from nrl.errors import ColumnError
 
-__all__ = ["COLUMNS", "DROPPED_TOKENS", "Column", "Kind", "declare", "declared", "declaring", "kind_of"]
+__all__ = ["COLUMNS", "DROPPED_TOKENS", "Column", "Kind", "declare", "declaring", "get_declarations", "kind_of"]
 
 type Kind = Literal["row", "token", "ragged"]
 """What a column has entries for: each row, each token, or whatever a row has several of."""
@@ -209,34 +209,34 @@ def declare(**kinds: Kind) -> None:
     for name, kind in kinds.items():
         if kind not in ("row", "token", "ragged"):
             raise ColumnError(f"declare: '{name}' is declared as {kind!r}; a column is 'row', 'token' or 'ragged'")
-        known = COLUMNS[name].per if name in COLUMNS else _DECLARED.get(name, kind)
-        if known != kind:
+        declared_kind = COLUMNS[name].per if name in COLUMNS else _DECLARED.get(name, kind)
+        if declared_kind != kind:
             raise ColumnError(
-                f"declare: the column '{name}' is '{known}' already, and cannot be '{kind}'; take another name"
+                f"declare: the column '{name}' is '{declared_kind}' already, and cannot be '{kind}'; take another name"
             )
     _DECLARED.update({name: kind for name, kind in kinds.items() if name not in COLUMNS})
 
 
-def declared() -> dict[str, Kind]:
-    """What this program has declared."""
+def get_declarations() -> dict[str, Kind]:
+    """Return the declarations of this program."""
     return dict(_DECLARED)
 
 
 def declaring(kinds: Mapping[str, Kind], fn: Callable[..., Any], *args: Any) -> Any:
-    """Call a function where another program's declarations hold."""
+    """Call a function under the declarations of another program."""
     declare(**kinds)
     return fn(*args)
 
 
-def kind_of(name: str, value: Any, dim: int, width: int | None, who: str) -> Kind:
-    """What a column has entries for.
+def kind_of(name: str, value: Any, dim: int, width: int | None, caller: str) -> Kind:
+    """Return the kind of entries that a column has.
 
     Args:
         name: of the column.
         value: the column.
         dim: the number of dimensions of the batch size.
-        width: how many tokens wide the batch is; None: it has none.
-        who: how errors name the caller.
+        width: width of the batch in tokens; None: no column is per token.
+        caller: how errors name the caller.
 
     Raises:
         ColumnError: neither nrl nor the program says so, and the shape allows two.
@@ -250,7 +250,7 @@ def kind_of(name: str, value: Any, dim: int, width: int | None, who: str) -> Kin
     if isinstance(value, TensorDict) or width is None or value.ndim <= dim or value.shape[dim] != width:
         return "row"
     raise ColumnError(
-        f"{who}: column '{name}' has shape {list(value.shape)}, and the batch is {width} tokens wide, so it may hold "
-        f"an entry for each token or {width} numbers for each row; say which, once in your program: "
+        f"{caller}: column '{name}' has shape {list(value.shape)}, and the batch is {width} tokens wide, so it may "
+        f"hold an entry for each token or {width} numbers for each row; say which, once in your program: "
         f"nrl.declare({name}='token') or nrl.declare({name}='row')"
     )

@@ -183,10 +183,10 @@ def finalize(metrics: Mapping[str, Reduced]) -> dict[str, float]:
     >>> finalize({"n": Sum(torch.tensor(2)), "loss": Mean(torch.tensor(1.0), torch.tensor(0.0))})
     {'n': 2.0, 'loss': nan}
     """
-    return {key: _read(key, value) for key, value in metrics.items()}
+    return {key: _to_number(key, value) for key, value in metrics.items()}
 
 
-def _read(key: str, value: Reduced) -> float:
+def _to_number(key: str, value: Reduced) -> float:
     match value:
         case Mean(total, weight):
             divisor = float(weight.detach())
@@ -204,4 +204,4 @@ def _ess(total: float, squares: float, weight: float) -> float:
     if weight == 0 or squares == 0:
         return float("nan")
     fraction = (total / weight) * (total / squares)
-    return 1.0 if fraction > 1 else fraction  # by rounding; NaN stays NaN
+    return 1.0 if fraction > 1 else fraction  # Rounding may exceed 1; NaN stays NaN.

@@ -86,26 +86,26 @@ class Rectangles(NamedTuple):
             shared: ``[B]`` int64, the number of first tokens that the set has in common; all tokens of a row alone.
         """
         none = np.zeros(0, dtype=np.int64)
-        made: list[Block] = []
+        blocks: list[Block] = []
         runs = [Runs(none, none, none, none)]
         rank = np.zeros_like(stem)
         for block, members in _blocks(np.unique(stem[sizes > 0]), shared):
-            made.append(block)
+            blocks.append(block)
             runs.append(Runs(members, np.zeros_like(members), shared[members], np.full_like(members, block.width)))
         for number, (stems, *_) in enumerate(runs[1:]):
             rank[stems] = np.arange(len(stems))
             tails = np.flatnonzero(np.isin(stem, stems) & (sizes > shared))
             for block, members in _blocks(tails, sizes - shared):
                 after = After(number, torch.from_numpy(rank[stem[members]]), torch.from_numpy(shared[members]))
-                made.append(block._replace(after=after))
+                blocks.append(block._replace(after=after))
                 runs.append(Runs(members, shared[members], sizes[members], np.full_like(members, block.width)))
-        whole = Runs(*(np.concatenate(parts) for parts in zip(*runs, strict=True)))
-        column, width = _within(whole.width), np.repeat(whole.stop - whole.start, whole.width)
-        return cls(tuple(made), torch.from_numpy(column < width)), whole
+        all_runs = Runs(*(np.concatenate(parts) for parts in zip(*runs, strict=True)))
+        column, width = _within(all_runs.width), np.repeat(all_runs.stop - all_runs.start, all_runs.width)
+        return cls(tuple(blocks), torch.from_numpy(column < width)), all_runs
 
     @property
     def cost(self) -> int:
-        """What decides whether beginnings are shared, in tokens."""
+        """Return the measure that decides whether beginnings are shared, in tokens."""
         return len(self.real) + _BLOCK_COST * len(self.blocks)
 
     def to(self, device: torch.device) -> Self:
@@ -174,9 +174,9 @@ class Sequences(NamedTuple):
         keys = None
         if start.any():
             column, before = _within(stop), np.repeat(start, stop)
-            of_parent, own = np.repeat(begin[parent], stop), np.repeat(begin[:-1] - start, stop)
-            keys = torch.from_numpy(np.where(column < before, of_parent, own) + column)
-        found = cls(
+            of_parent, of_own = np.repeat(begin[parent], stop), np.repeat(begin[:-1] - start, stop)
+            keys = torch.from_numpy(np.where(column < before, of_parent, of_own) + column)
+        packed = cls(
             cu_seqlens_q=torch.from_numpy(begin.astype(np.int32)),
             cu_seqlens_k=torch.from_numpy(begin_k.astype(np.int32)),
             max_seqlen_q=int((stop - start).max(initial=0)),
@@ -185,11 +185,11 @@ class Sequences(NamedTuple):
             parent=torch.from_numpy(parent),
             shared=torch.from_numpy(start),
         )
-        return found, Runs(members, start, stop, stop - start)
+        return packed, Runs(members, start, stop, stop - start)
 
     @property
     def cost(self) -> int:
-        """What decides whether beginnings are shared: tokens alone, since gathering keys costs next to nothing."""
+        """Return the measure that decides whether beginnings are shared: tokens, since gathering keys is cheap."""
         return int(self.cu_seqlens_q[-1])
 
     def to(self, device: torch.device) -> Self:
@@ -252,7 +252,7 @@ def _blocks(rows: np.ndarray, widths: np.ndarray) -> list[tuple[Block, np.ndarra
 
 
 def _cumulative(lengths: np.ndarray) -> np.ndarray:
-    """Where each of several runs begins, and the end of the last."""
+    """Return the start of each run, and the end of the last."""
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths, dtype=np.int64)])
 
 

@@ -64,7 +64,7 @@ def pack(
             attention costs in this form.
 
     Raises:
-        MissingColumn: there are no ``input_ids``.
+        MissingColumn: the batch has no ``input_ids``.
 
     >>> batch = TensorDict({"input_ids": torch.tensor([[5, 6, 7], [5, 6, 9]])}, batch_size=[2])
     >>> pack(batch).input_ids.tolist()
@@ -110,15 +110,15 @@ def _sources(rows: np.ndarray, runs: Runs) -> tuple[np.ndarray, np.ndarray]:
 def _places(rows: np.ndarray, sizes: np.ndarray, runs: Runs, stem: np.ndarray, shared: np.ndarray) -> np.ndarray:
     """The place of each token of the batch among those that are laid out, or -1."""
     begin = np.cumsum(runs.width) - runs.width
-    whole = runs.start == 0
-    first = np.zeros_like(stem)  # where the first token of each row lies, if it is laid out
-    first[runs.owner[whole]] = begin[whole]
-    rest = first.copy()  # where it would lie in front of those that the row has for itself
-    rest[runs.owner[~whole]] = (begin - runs.start)[~whole]
+    from_start = runs.start == 0
+    first = np.zeros_like(stem)  # position of the first token of each row, if it is laid out
+    first[runs.owner[from_start]] = begin[from_start]
+    rest = first.copy()  # position it would have before the tokens that only this row has
+    rest[runs.owner[~from_start]] = (begin - runs.start)[~from_start]
     column = np.arange(rows.shape[1])
-    place: np.ndarray = np.where(column < shared[:, None], first[stem, None], rest[:, None]) + column
-    place[column >= sizes[:, None]] = -1
-    return place.reshape(-1)
+    position: np.ndarray = np.where(column < shared[:, None], first[stem, None], rest[:, None]) + column
+    position[column >= sizes[:, None]] = -1
+    return position.reshape(-1)
 
 
 def unpack(values: Tensor, tokens: Packed) -> Tensor:
@@ -135,9 +135,9 @@ def unpack(values: Tensor, tokens: Packed) -> Tensor:
     >>> unpack(torch.tensor([1.0, 2.0]), tokens)
     tensor([[1., 2.]])
     """
-    there = torch.nonzero(tokens.place >= 0)[:, 0]
+    present = torch.nonzero(tokens.place >= 0)[:, 0]
     flat = values.new_zeros((tokens.shape.numel(), *values.shape[1:]))
-    flat = flat.index_copy(0, there, values.index_select(0, tokens.place[there]))
+    flat = flat.index_copy(0, present, values.index_select(0, tokens.place[present]))
     return flat.view(*tokens.shape, *values.shape[1:])
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from nrl.arguments import checked
 from nrl.batch.columns import COLUMNS, kind_of
-from nrl.batch.ragged import is_ragged, ragged, rows_of, take
-from nrl.batch.values import Batch, lengths, remembered, require
+from nrl.batch.ragged import is_ragged, make_ragged, rows_of, take
+from nrl.batch.values import Batch, lengths, memoize, require
 from nrl.errors import BatchError
 
 __all__ = [
@@ -40,21 +40,21 @@ class Parts(list[Batch]):
 
     def __init__(self, batch: TensorDict, rows: Sequence[Tensor], *, trim: bool = False) -> None:
         self.rows = list(rows)
-        each = lengths(batch) if trim else None
-        super().__init__(_take(batch, index, each) for index in self.rows)
+        row_lengths = lengths(batch) if trim else None
+        super().__init__(_take(batch, index, row_lengths) for index in self.rows)
 
     def restore(self, outputs: Sequence[Any]) -> Any:
         """Put outputs of the parts back into the order of the batch, as the function `restore` does."""
         return restore(self.rows, outputs)
 
 
-def restore(rows: Sequence[Tensor], outputs: Sequence[Any], *, who: str = "restore") -> Any:
+def restore(rows: Sequence[Tensor], outputs: Sequence[Any], *, caller: str = "restore") -> Any:
     """Put rows that were computed in parts back into their order; the inverse of splitting.
 
     Args:
         rows: for each part, its rows of the whole.
         outputs: for each part, a tensor or batch with an entry for each of its rows.
-        who: how errors name the caller.
+        caller: how errors name the caller.
 
     Returns:
         The whole, in new memory.
@@ -66,39 +66,39 @@ def restore(rows: Sequence[Tensor], outputs: Sequence[Any], *, who: str = "resto
     [10, 20, 30]
     """
     if not rows:
-        raise BatchError(f"{who}: there are no parts to put together")
+        raise BatchError(f"{caller}: there are no parts to put together")
     for index, output in zip(rows, outputs, strict=True):
         if not isinstance(output, Tensor | TensorDict) or output.ndim == 0 or output.shape[0] != len(index):
-            found = list(output.shape) if isinstance(output, Tensor | TensorDict) else type(output).__name__
+            received = list(output.shape) if isinstance(output, Tensor | TensorDict) else type(output).__name__
             raise BatchError(
-                f"{who}: the part has {len(index)} rows, but what was computed on it is {found}; "
+                f"{caller}: the part has {len(index)} rows, but what was computed on it is {received}; "
                 "return one entry for each row, or sums (merged)"
             )
-    whole: Any = _put_together(rows, outputs)
-    return whole.lock_() if isinstance(whole, TensorDict) else whole
+    joined: Any = _put_together(rows, outputs)
+    return joined.lock_() if isinstance(joined, TensorDict) else joined
 
 
 def _put_together(rows: Sequence[Tensor], outputs: Sequence[Any]) -> Any:
     """Copy each row once, to its place, if the outputs are alike; otherwise let torch concatenate, or complain."""
     first = outputs[0]
-    if all(_alike(each, first) for each in outputs):
-        columns = {name: _put_together(rows, [each[name] for each in outputs]) for name in first.keys()}
+    if all(_are_alike(output, first) for output in outputs):
+        columns = {name: _put_together(rows, [output[name] for output in outputs]) for name in first.keys()}
         return TensorDict(columns, batch_size=[sum(map(len, rows)), *first.batch_size[1:]])
     if isinstance(first, Tensor) and all(map(is_ragged, outputs)):
-        joined: Any = ragged([row for output in outputs for row in rows_of(output)])
+        joined: Any = make_ragged([row for output in outputs for row in rows_of(output)])
         return take(joined, torch.argsort(torch.cat(list(rows))))
-    if len({_kind(each) for each in outputs}) == 1 and isinstance(first, Tensor):
-        whole = first.new_empty((sum(map(len, rows)), *first.shape[1:]))
+    if len({_kind(output) for output in outputs}) == 1 and isinstance(first, Tensor):
+        column = first.new_empty((sum(map(len, rows)), *first.shape[1:]))
         for index, output in zip(rows, outputs, strict=True):
-            whole.index_copy_(0, index.to(whole.device), output)
-        return whole
+            column.index_copy_(0, index.to(column.device), output)
+        return column
     joined = torch.cat(cast(Any, outputs))
     return joined[torch.argsort(torch.cat(list(rows))).to(joined.device)]
 
 
-def _alike(one: Any, other: Any) -> bool:
-    both = type(one) is type(other) is TensorDict and set(one.keys()) == set(other.keys())
-    return both and all(map(_no_subclass, one.values()))
+def _are_alike(first: Any, second: Any) -> bool:
+    same_columns = type(first) is type(second) is TensorDict and set(first.keys()) == set(second.keys())
+    return same_columns and all(map(_no_subclass, first.values()))
 
 
 def _kind(value: Any) -> Any:
@@ -109,9 +109,9 @@ def _no_subclass(value: Any) -> bool:
     return type(value) in (Tensor, TensorDict)
 
 
-def _take(batch: TensorDict, rows: Tensor, each: Tensor | None) -> Batch:
-    if each is not None and len(rows) > 0:  # cut before rows are copied, so that no padding is
-        batch = _resize(batch, max(1, int(each[rows].max())), "microbatches")
+def _take(batch: TensorDict, rows: Tensor, row_lengths: Tensor | None) -> Batch:
+    if row_lengths is not None and len(rows) > 0:  # cut before rows are copied, so that no padding is
+        batch = _resize(batch, max(1, int(row_lengths[rows].max())), "microbatches")
     return cast(Batch, batch[rows].lock_())
 
 
@@ -147,12 +147,12 @@ def deal(batch: TensorDict, n: int) -> list[Tensor]:
     _check_rows("shard", batch)
 
     def rows() -> list[Tensor]:
-        each = lengths(batch)
-        tokens = each.flatten(1).sum(1) if each.ndim > 1 else each
+        row_lengths = lengths(batch)
+        tokens = row_lengths.flatten(1).sum(1) if row_lengths.ndim > 1 else row_lengths
         return [torch.tensor(part, dtype=torch.int64) for part in rows_of_shards(tokens.tolist(), n)]
 
     read = batch["attention_mask" if "attention_mask" in batch.keys() else "input_ids"]  # the column of `lengths`
-    return list(remembered(read, ("deal", n), rows))
+    return list(memoize(read, ("deal", n), rows))
 
 
 def rows_of_shards(tokens: Sequence[int], n: int) -> list[list[int]]:
@@ -177,10 +177,12 @@ def rows_of_shards(tokens: Sequence[int], n: int) -> list[list[int]]:
     return [sorted(part) for part in rows]
 
 
-def _check_rows(who: str, batch: TensorDict) -> None:
-    require(batch, "input_ids", reader=who)
+def _check_rows(caller: str, batch: TensorDict) -> None:
+    require(batch, "input_ids", reader=caller)
     if batch.ndim == 0:
-        raise BatchError(f"{who}: splitting takes at least one batch dimension; create the batch with batch_size=[B]")
+        raise BatchError(
+            f"{caller}: splitting takes at least one batch dimension; create the batch with batch_size=[B]"
+        )
 
 
 @checked("microbatches")
@@ -198,8 +200,8 @@ def microbatches(batch: TensorDict, *, max_tokens: int) -> Parts:
     [[1, 3], [2, 2]]
     """
     _check_rows("microbatches", batch)
-    each = lengths(batch).flatten(1) if batch.ndim > 1 else lengths(batch).unsqueeze(1)
-    widths = (each.amax(1).clamp(min=1) * each.shape[1]).tolist() if len(each) else []
+    row_lengths = lengths(batch).flatten(1) if batch.ndim > 1 else lengths(batch).unsqueeze(1)
+    widths = (row_lengths.amax(1).clamp(min=1) * row_lengths.shape[1]).tolist() if len(row_lengths) else []
     return Parts(batch, [torch.tensor(rows) for rows in rows_of_microbatches(widths, max_tokens)], trim=True)
 
 
@@ -252,20 +254,20 @@ def minibatches(batch: TensorDict, n: int, seed: int) -> list[Batch]:
     episode = _episodes(batch)
     counts = torch.bincount(episode)
     if not 1 <= n <= len(counts):
-        what = "rows" if len(counts) == len(batch) else "episodes"
-        raise BatchError(f"minibatches: n is {n}; it must be between 1 and the number of {what}, {len(counts)}")
+        unit = "rows" if len(counts) == len(batch) else "episodes"
+        raise BatchError(f"minibatches: n is {n}; it must be between 1 and the number of {unit}, {len(counts)}")
     order = torch.randperm(len(counts), generator=torch.Generator().manual_seed(seed))
     rows = order.argsort()[episode].argsort(stable=True)
     return list(Parts(batch, rows.split([int(part.sum()) for part in counts[order].tensor_split(n)])))
 
 
 def _episodes(batch: TensorDict) -> Tensor:
-    """Which episode each row is of, numbered in the order of their first rows: ``[B]`` int64."""
+    """Return the episode of each row, numbered in the order of first rows: ``[B]`` int64."""
     places = torch.arange(len(batch))
     if batch.ndim > 1 or "episode_ids" not in batch.keys():
         return places
-    found, episode = batch["episode_ids"].unique(return_inverse=True)
-    first = places.new_full((len(found),), len(batch)).scatter_reduce(0, episode, places, "amin")
+    unique_ids, episode = batch["episode_ids"].unique(return_inverse=True)
+    first = places.new_full((len(unique_ids),), len(batch)).scatter_reduce(0, episode, places, "amin")
     return first.argsort().argsort()[episode]
 
 
@@ -288,14 +290,14 @@ def pad(batch: TensorDict, width: int) -> Batch:
     return cast(Batch, _resize(batch, width, "pad").lock_())
 
 
-def _resize(batch: TensorDict, width: int, who: str) -> TensorDict:
+def _resize(batch: TensorDict, width: int, caller: str) -> TensorDict:
     """Cut or pad the columns that are per token, on the right."""
     old, dim = batch["input_ids"].shape[-1], batch.ndim
     out = batch.copy()
     if "attention_mask" not in batch.keys() and width > old:
         out.set("attention_mask", torch.ones_like(batch["input_ids"], dtype=torch.bool))
     for name, value in out.items():
-        if kind_of(str(name), value, dim, old, who) == "token":
+        if kind_of(str(name), value, dim, old, caller) == "token":
             short = value.narrow(dim, 0, min(old, width))
             filler = short.new_zeros((*short.shape[:dim], width - short.shape[dim], *short.shape[dim + 1 :]))
             if name in COLUMNS and COLUMNS[name].padding:
@@ -313,7 +315,7 @@ def concatenate(batches: Sequence[TensorDict]) -> Batch:
     ``info``) are NaN elsewhere, as in the rows of one rollout.
 
     Raises:
-        BatchError: there are no batches, or one lacks a column that has no default.
+        BatchError: ``batches`` is empty, or a batch lacks a column without a default.
 
     >>> a = Batch({"input_ids": torch.tensor([[5, 6]])}, batch_size=[1])
     >>> b = Batch({"input_ids": torch.tensor([[7]]), "valid": torch.tensor([False])}, batch_size=[1])
@@ -333,11 +335,11 @@ def concatenate(batches: Sequence[TensorDict]) -> Batch:
     if width and any(_uneven(batch, width) for batch in batches):
         names = sorted({*names, "attention_mask"})
     reported = {name: _names_within(batches, name) for name in _OF_TURNS}
-    filled = [_filled(_with_reports(batch, reported), names, width) for batch in batches]
+    filled = [_fill_columns(_with_reports(batch, reported), names, width) for batch in batches]
     return cast(Batch, torch.cat(cast(Any, filled)).lock_())  # type: ignore[attr-defined]
 
 
-_OF_TURNS = ("components", "info")  # what rollouts report of each turn: ragged columns by name
+_OF_TURNS = ("components", "info")  # ragged columns by name, with entries for each turn
 _REPORTED = ("reward/", "env/")
 
 
@@ -349,15 +351,17 @@ def _with_reports(batch: TensorDict, reported: Mapping[str, Sequence[str]]) -> T
     """A batch with NaN for the numbers of turns that it does not report, where it knows its turns."""
     out = batch.copy()
     for column, names in reported.items():
-        own = dict(batch[column].items()) if column in batch.keys() else {}
-        if set(own) == set(names) or not (own or "turns" in batch.keys()):
+        reported_columns = dict(batch[column].items()) if column in batch.keys() else {}
+        if set(reported_columns) == set(names) or not (reported_columns or "turns" in batch.keys()):
             continue
-        if own:
-            counts = [len(row) for row in rows_of(next(iter(own.values())))]
+        if reported_columns:
+            counts = [len(row) for row in rows_of(next(iter(reported_columns.values())))]
         else:
             counts = (batch["turns"].max(-1).values + 1).tolist()
-        absent = ragged([torch.full((count,), math.nan) for count in counts])
-        out.set(column, Batch({name: own.get(name, absent) for name in names}, batch_size=batch.batch_size))
+        absent = make_ragged([torch.full((count,), math.nan) for count in counts])
+        out.set(
+            column, Batch({name: reported_columns.get(name, absent) for name in names}, batch_size=batch.batch_size)
+        )
     return out
 
 
@@ -365,7 +369,7 @@ def _uneven(batch: TensorDict, width: int) -> bool:
     return "attention_mask" in batch.keys() or ("input_ids" in batch.keys() and batch["input_ids"].shape[-1] < width)
 
 
-def _filled(batch: TensorDict, names: Sequence[str], width: int) -> TensorDict:
+def _fill_columns(batch: TensorDict, names: Sequence[str], width: int) -> TensorDict:
     out = batch.copy()
     for name in names:
         if name in out.keys():

@@ -16,8 +16,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nrl.batch import Parts, lengths, microbatches
-from nrl.batch.ragged import is_ragged, memory_of, numbered, parts_of
-from nrl.batch.values import remembered
+from nrl.batch.ragged import is_ragged, memory_of, number_rows, parts_of
+from nrl.batch.values import memoize
 
 __all__ = ["common_prefixes", "media_numbers", "microbatches_by_prefix", "routed_tokens"]
 
@@ -28,18 +28,18 @@ _PART_COST = 500
 def common_prefixes(
     ids: np.ndarray, sizes: np.ndarray, media: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Put rows into sets that begin alike, so that laying out each set's common first tokens once saves much.
+    """Group rows by common first tokens, to compute the common tokens of each set once.
 
-    Sorted rows with the first k tokens in common are neighbours, so the candidates form a tree. A set either shares the
-    k tokens that all of its rows have in common, which saves ``(rows - 1) * k``, or falls into smaller sets that share
-    more each, whichever saves more. The tree is built from its leaves, joining the two neighbours that have the most
-    in common. So no single k would save more for all rows.
+    Sorted rows with the first k tokens in common are neighbours, hence the candidates form a tree. A set either
+    shares the k tokens common to all of its rows and saves ``(rows - 1) * k``, or is split into smaller sets with
+    longer common beginnings, whichever saves more. The tree is built from its leaves by joining the two neighbours
+    with the longest common beginning. No single k would save more for all rows.
 
     Args:
         ids: ``[B, T]`` integers, right-padded, as from `routed_tokens`.
         sizes: ``[B]`` integers, the tokens of each row that count.
-        media: ``[B]`` integers, different where what stands for tokens that are not text differs: equal tokens of such
-            rows are not the same beginning. None: there is nothing of the kind.
+        media: ``[B]`` integers, different for rows with different media: equal tokens of these rows are not the same
+            beginning. None: no media.
 
     Returns:
         stem: ``[B]`` int64, a row of the same set, the same one for the whole set.
@@ -50,23 +50,23 @@ def common_prefixes(
     (array([0, 1, 0]), array([2, 4, 2]))
     """
     keys, media = ids.astype(">i8"), np.zeros(len(ids), np.int64) if media is None else media
-    found = sorted(range(len(ids)), key=lambda row: (media[row], keys[row, : sizes[row]].tobytes()))
-    order = np.array(found, dtype=np.int64)
-    alike = np.where(np.diff(media[order]) == 0, _in_common(ids[order], sizes[order]), 0)
+    sorted_rows = sorted(range(len(ids)), key=lambda row: (media[row], keys[row, : sizes[row]].tobytes()))
+    order = np.array(sorted_rows, dtype=np.int64)
+    alike = np.where(np.diff(media[order]) == 0, _count_common(ids[order], sizes[order]), 0)
     # A set of sorted rows is known by its first and its last one, which know each other
     last, first = list(range(len(ids))), list(range(len(ids)))
-    saved = [0] * len(ids)  # of the set that begins here
-    cut: dict[int, list[tuple[int, int, int]]] = {}  # of the set that begins here: (first, end, shared) of its parts
-    for left in np.argsort(-alike, kind="stable").tolist():
-        common = int(alike[left])
+    saved = [0] * len(ids)  # tokens saved by the set that begins here
+    cut: dict[int, list[tuple[int, int, int]]] = {}  # parts of the set that begins here: (first, end, shared)
+    for neighbour in np.argsort(-alike, kind="stable").tolist():
+        common = int(alike[neighbour])
         if common == 0:
             break
-        begin, end = first[left], last[left + 1]
+        begin, end = first[neighbour], last[neighbour + 1]
         last[begin], first[end] = end, begin
-        parts = saved[begin] + saved[left + 1]
-        whole = (end - begin) * common
-        below = cut.pop(begin, []) + cut.pop(left + 1, [])
-        saved[begin], cut[begin] = (whole, [(begin, end + 1, common)]) if whole >= parts else (parts, below)
+        parts = saved[begin] + saved[neighbour + 1]
+        saved_whole = (end - begin) * common
+        below = cut.pop(begin, []) + cut.pop(neighbour + 1, [])
+        saved[begin], cut[begin] = (saved_whole, [(begin, end + 1, common)]) if saved_whole >= parts else (parts, below)
     stem, shared = np.arange(len(ids)), np.array(sizes, dtype=np.int64)
     for sets in cut.values():
         for begin, stop, common in sets:
@@ -75,8 +75,8 @@ def common_prefixes(
     return stem, shared
 
 
-def _in_common(ids: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """The number of first tokens that each row has in common with the next one."""
+def _count_common(ids: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Count the first tokens that each row has in common with the next one."""
     differs = ids[1:] != ids[:-1]
     first = np.where(differs.any(1), differs.argmax(1), ids.shape[1]) if ids.shape[1] else np.zeros(len(differs), int)
     common: np.ndarray = np.minimum(np.minimum(first, sizes[1:]), sizes[:-1])
@@ -84,7 +84,7 @@ def _in_common(ids: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 
 
 def routed_tokens(batch: TensorDict) -> np.ndarray:
-    """What `common_prefixes` has to know of tokens: equal numbers where tokens and their routes are equal.
+    """Number tokens for `common_prefixes`: equal numbers where tokens and their routes are equal.
 
     Returns:
         ``[B, T]`` integers: ``input_ids`` themselves, where the batch has no ``routes``.
@@ -95,32 +95,33 @@ def routed_tokens(batch: TensorDict) -> np.ndarray:
     """
     ids = batch["input_ids"].flatten(0, -2)
     if "routes" not in batch.keys():
-        found: np.ndarray = ids.cpu().numpy()
-        return found
+        token_ids: np.ndarray = ids.cpu().numpy()
+        return token_ids
     routes = batch["routes"].flatten(0, batch["input_ids"].ndim - 1).flatten(1).cpu()
-    each = torch.cat([ids.cpu().reshape(-1, 1).view(torch.int16), routes.to(torch.int16)], 1).contiguous().numpy()
-    whole = each.view(np.dtype((np.void, each.shape[1] * each.itemsize)))[:, 0]  # one value, so that they can be sorted
-    numbers: np.ndarray = np.unique(whole, return_inverse=True)[1]
+    keys = torch.cat([ids.cpu().reshape(-1, 1).view(torch.int16), routes.to(torch.int16)], 1).contiguous().numpy()
+    # Tokens can be sorted by one value each.
+    scalar_keys = keys.view(np.dtype((np.void, keys.shape[1] * keys.itemsize)))[:, 0]
+    numbers: np.ndarray = np.unique(scalar_keys, return_inverse=True)[1]
     return numbers.reshape(ids.shape)
 
 
 def media_numbers(batch: TensorDict) -> np.ndarray | None:
-    """What `common_prefixes` has to know of the rows' media: rows with equal media, and no others, have equal numbers.
+    """Number rows by their media for `common_prefixes`: equal numbers where all media are equal.
 
     Media are read once: a batch remembers the numbers, and parts of `microbatches_by_prefix` have those of the whole.
 
     Returns:
         ``[B]`` int64; None where the batch has none.
     """
-    each = [_numbers(column) for column in _media(batch)]
-    if len(each) < 2:
-        return each[0] if each else None
-    found: np.ndarray = np.unique(np.stack(each), axis=1, return_inverse=True)[1]
-    return found.reshape(-1)
+    numbers_by_column = [_numbers(column) for column in _media(batch)]
+    if len(numbers_by_column) < 2:
+        return numbers_by_column[0] if numbers_by_column else None
+    numbers: np.ndarray = np.unique(np.stack(numbers_by_column), axis=1, return_inverse=True)[1]
+    return numbers.reshape(-1)
 
 
 def _media(batch: TensorDict) -> list[Tensor]:
-    """The columns that media are made of, always in the same order."""
+    """Return the columns of media, always in the same order."""
     if "media" not in batch.keys():
         return []
     media: Any = batch["media"].reshape(-1) if batch.ndim > 1 else batch["media"]
@@ -129,19 +130,19 @@ def _media(batch: TensorDict) -> list[Tensor]:
 
 
 def _numbers(column: Tensor) -> np.ndarray:
-    return remembered(memory_of(column), _key(column), partial(numbered, column))
+    return memoize(memory_of(column), _key(column), partial(number_rows, column))
 
 
 def _key(column: Tensor) -> tuple[str, bytes]:
-    """Which rows the memory of a column is cut into."""
+    """Return a key of the rows that the memory of a column is cut into."""
     return "numbers", parts_of(column)[1].numpy().tobytes() if is_ragged(column) else b""
 
 
-def _inheriting(batch: TensorDict, parts: Parts) -> Parts:
-    """Let parts know the numbers of their media, so that nobody reads them again."""
+def _share_media_numbers(batch: TensorDict, parts: Parts) -> Parts:
+    """Pass the media numbers of a batch to its parts, so that media are read once."""
     for rows, part in zip(parts.rows, parts, strict=True):
-        for whole, column in zip(_media(batch), _media(part), strict=True):
-            remembered(memory_of(column), _key(column), partial(_numbers(whole).take, rows.numpy()))
+        for full_column, column in zip(_media(batch), _media(part), strict=True):
+            memoize(memory_of(column), _key(column), partial(_numbers(full_column).take, rows.numpy()))
     return parts
 
 
@@ -177,8 +178,8 @@ def microbatches_by_prefix(batch: TensorDict, *, max_tokens: int) -> Parts:
 
     plan = _fill(sizes, stem, max_tokens)
     if cost(plan) >= cost([rows.numpy() for rows in parts.rows]):
-        return _inheriting(batch, parts)
-    return _inheriting(batch, Parts(batch, [torch.from_numpy(rows) for rows in plan], trim=True))
+        return _share_media_numbers(batch, parts)
+    return _share_media_numbers(batch, Parts(batch, [torch.from_numpy(rows) for rows in plan], trim=True))
 
 
 def _fill(sizes: np.ndarray, stem: np.ndarray, max_tokens: int) -> list[np.ndarray]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nrl.batch.raw import flat_bytes
 
-__all__ = ["is_ragged", "memory_of", "numbered", "of_values", "parts_of", "ragged", "rows_of", "take"]
+__all__ = ["is_ragged", "make_ragged", "memory_of", "number_rows", "of_values", "parts_of", "rows_of", "take"]
 
 
 # Where the first nested tensor is made, torch warns of something that concerns torch.fx alone
@@ -23,24 +23,24 @@ logging.getLogger("torch.fx._symbolic_trace").addFilter(lambda record: "is_fx_tr
 
 
 def is_ragged(value: Any) -> bool:
-    """Whether it is a jagged nested tensor of rows that lie one after the other, without gaps.
+    """Return whether a value is a jagged nested tensor of contiguous rows.
 
-    >>> is_ragged(ragged([torch.zeros(2, 3), torch.zeros(0, 3)])), is_ragged(torch.zeros(2))
+    >>> is_ragged(make_ragged([torch.zeros(2, 3), torch.zeros(0, 3)])), is_ragged(torch.zeros(2))
     (True, False)
     """
     if not isinstance(value, Tensor) or value.layout is not torch.jagged:
         return False
-    whole: Any = value
-    return whole._ragged_idx == 1 and whole._lengths is None
+    nested: Any = value
+    return nested._ragged_idx == 1 and nested._lengths is None
 
 
-def ragged(rows: Sequence[Tensor]) -> Tensor:
-    """The entries of all rows as one column.
+def make_ragged(rows: Sequence[Tensor]) -> Tensor:
+    """Join the entries of all rows into one column.
 
     Args:
         rows: for each its entries, ``[j, ...]``; j differs, and may be 0.
 
-    >>> ragged([torch.tensor([1, 2]), torch.tensor([3])]).offsets().tolist()
+    >>> make_ragged([torch.tensor([1, 2]), torch.tensor([3])]).offsets().tolist()
     [0, 2, 3]
     """
     offsets = torch.tensor([0, *(len(row) for row in rows)]).cumsum(0)
@@ -48,7 +48,7 @@ def ragged(rows: Sequence[Tensor]) -> Tensor:
 
 
 def of_values(values: Tensor, offsets: Tensor) -> Tensor:
-    """A ragged column from its parts, in their memory.
+    """Make a ragged column from values and offsets, in their memory.
 
     Args:
         values: ``[N, ...]``, the entries of all rows, one row after the other.
@@ -58,24 +58,24 @@ def of_values(values: Tensor, offsets: Tensor) -> Tensor:
 
 
 def parts_of(column: Tensor) -> tuple[Tensor, Tensor]:
-    """What `of_values` made it of; the values are the very tensor, by which a write into them is known.
+    """Return the arguments of `of_values`; values are the same tensor object, so that writes are detected.
 
-    >>> [part.tolist() for part in parts_of(ragged([torch.tensor([1, 2]), torch.tensor([3])]))]
+    >>> [part.tolist() for part in parts_of(make_ragged([torch.tensor([1, 2]), torch.tensor([3])]))]
     [[1, 2, 3], [0, 2, 3]]
     """
-    whole: Any = column
-    return whole._values, whole._offsets
+    nested: Any = column
+    return nested._values, nested._offsets
 
 
 def memory_of(column: Tensor) -> Tensor:
-    """The plain tensor that a column lies in: itself, or the values of a ragged one, by which a write is known."""
+    """Return the tensor whose version counter counts writes to a column: itself, or the values of a ragged one."""
     return parts_of(column)[0] if is_ragged(column) else column
 
 
 def rows_of(column: Tensor) -> list[Tensor]:
-    """For each row its entries.
+    """Return the entries of each row.
 
-    >>> [row.tolist() for row in rows_of(ragged([torch.tensor([1, 2]), torch.tensor([3])]))]
+    >>> [row.tolist() for row in rows_of(make_ragged([torch.tensor([1, 2]), torch.tensor([3])]))]
     [[1, 2], [3]]
     """
     values, offsets = parts_of(column)
@@ -84,9 +84,9 @@ def rows_of(column: Tensor) -> list[Tensor]:
 
 
 def take(value: Any, index: Tensor) -> Any:
-    """Some rows of a tensor or a batch, ragged or not, in this order.
+    """Select rows of a tensor or a batch, ragged or not, in this order.
 
-    >>> rows_of(take(ragged([torch.tensor([1, 2]), torch.tensor([3])]), torch.tensor([1])))
+    >>> rows_of(take(make_ragged([torch.tensor([1, 2]), torch.tensor([3])]), torch.tensor([1])))
     [tensor([3])]
     """
     if not is_ragged(value):
@@ -94,21 +94,21 @@ def take(value: Any, index: Tensor) -> Any:
     if len(index) == 0:
         return of_values(parts_of(value)[0][:0], torch.zeros(1, dtype=torch.int64))
     rows = rows_of(value)
-    return ragged([rows[row] for row in index.tolist()])
+    return make_ragged([rows[row] for row in index.tolist()])
 
 
-def numbered(column: Tensor) -> np.ndarray:
+def number_rows(column: Tensor) -> np.ndarray:
     """Number the rows of a column, ragged or not, so that equal rows, and no others, have the same number.
 
     Returns:
         ``[B]`` int64.
 
-    >>> numbered(ragged([torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([1, 2])])).tolist()
+    >>> number_rows(make_ragged([torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([1, 2])])).tolist()
     [0, 1, 0]
     """
     rows = rows_of(column) if is_ragged(column) else list(column)
-    known: dict[Any, int] = {}
-    return np.array([known.setdefault(_content(row), len(known)) for row in rows], dtype=np.int64)
+    number_of: dict[Any, int] = {}
+    return np.array([number_of.setdefault(_content(row), len(number_of)) for row in rows], dtype=np.int64)
 
 
 def _content(row: Tensor) -> tuple[tuple[int, ...], bytes]:

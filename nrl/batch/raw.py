@@ -19,4 +19,4 @@ def flat_bytes(tensor: Tensor) -> Tensor:
     [0, 0, 128, 63]
     """
     plain = tensor.contiguous()
-    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)  # one entry is contiguous whatever its stride
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)  # A single entry is contiguous for every stride.

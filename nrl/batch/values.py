@@ -20,9 +20,9 @@ from nrl.batch.ragged import is_ragged, memory_of
 from nrl.errors import ColumnError, MissingColumn, MutatedBatch
 from nrl.flags import flag
 
-__all__ = ["Batch", "assign", "check_batch", "lengths", "remembered", "require", "unchanged"]
+__all__ = ["Batch", "assign", "check_batch", "forbid_writes", "lengths", "memoize", "require"]
 
-_ANSWERS: Any = WeakTensorKeyDictionary()  # of `remembered`
+_ANSWERS: Any = WeakTensorKeyDictionary()  # values of `memoize`
 
 Batch = TensorDict
 """An immutable batch; an alias of TensorDict, so that losses take any, locked or not.
@@ -36,7 +36,7 @@ torch.Size([1, 2])
 def _instead_of_batch(value: Any) -> str:
     if isinstance(value, Mapping):
         return "give a batch: nrl.Batch(columns, batch_size=[rows]), with a tensor for each column"
-    if isinstance(value, list | tuple) and value and all(isinstance(each, TensorDict) for each in value):
+    if isinstance(value, list | tuple) and value and all(isinstance(item, TensorDict) for item in value):
         return "give one batch: nrl.concatenate(batches)"
     return "give a batch, such as nrl.data.supervised(rows, tokenizer) or nrl.rollout(...) makes one"
 
@@ -48,7 +48,7 @@ def check_batch(caller: str, batch: Any) -> None:
     """Check that an argument ``batch`` is one.
 
     Raises:
-        ArgumentError: it is not.
+        ArgumentError: the argument is no batch.
 
     >>> check_batch("assign", {"rewards": torch.ones(2)})
     Traceback (most recent call last):
@@ -63,10 +63,10 @@ tensor for each column
 def assign(batch: TensorDict, **columns: Any) -> Batch:
     """Add or replace columns: the only way to change a batch, and it returns a new one.
 
-    Waits for values that have ``.result()``, but for heavy columns that other processes compute: of these the batch has
-    a handle, which meshes open, and whose numbers come here only if somebody computes with them. Columns are constants:
-    they are detached, and share memory with the given tensors, so do not write into these afterwards. Rows that
-    ``valid`` marks false have their ``loss_mask`` cleared, whichever of the two is assigned.
+    Waits for values with ``.result()``, except heavy columns of other processes: for these the batch has a handle,
+    opened by meshes, and numbers are fetched only for computing in this process. Columns are constants: detached
+    tensors in the memory of the given ones, so do not write into these afterwards. Rows with a false ``valid`` have
+    their ``loss_mask`` cleared, whichever of the two is assigned.
 
     Args:
         batch: any TensorDict; it is left as it is.
@@ -98,14 +98,14 @@ def assign(batch: TensorDict, **columns: Any) -> Batch:
 
 
 def _here(name: str, value: Any) -> Any:
-    """The value of a future, or a handle of a heavy one."""
+    """Return the value of a future, or a handle of a heavy column."""
     if name in COLUMNS and COLUMNS[name].heavy:
         value = handle_of(value)
     return value.result() if hasattr(value, "result") else value
 
 
 def _width(columns: Mapping[str, Any], dim: int) -> int | None:
-    """The width of a batch in tokens: that of its ids, or of any other column that is per token."""
+    """Return the width of a batch in tokens, from its ids or another column that is per token."""
     names = ["input_ids", *(name for name, column in COLUMNS.items() if column.per == "token")]
     widths = (columns[name].shape[-1] for name in names if name in columns and columns[name].ndim == dim + 1)
     return next(widths, None)
@@ -129,15 +129,15 @@ def _check(name: str, value: Any, size: torch.Size, width: int | None) -> None:
             "row of a batch size [B]"
         )
     shape = [value.shape[0], "j", *value.shape[2:]] if ragged else list(value.shape)
-    found = f"assign: column '{name}' has shape {shape}"
+    message = f"assign: column '{name}' has shape {shape}"
     if value.shape[: len(size)] != size:
         raise ColumnError(
-            f"{found}, but the batch has batch size {list(size)}; its first dimensions must be the batch's"
+            f"{message}, but the batch has batch size {list(size)}; its first dimensions must be the batch's"
         )
     kind = kind_of(name, value, len(size), width, "assign")
     if (kind == "ragged") != ragged and not isinstance(value, TensorDict):
         raise ColumnError(
-            f"{found}, and it is {'' if kind == 'ragged' else 'per '}{kind}; ragged columns, and no others, are "
+            f"{message}, and it is {'' if kind == 'ragged' else 'per '}{kind}; ragged columns, and no others, are "
             "jagged nested tensors (torch.nested.nested_tensor(rows, layout=torch.jagged)), or batches of them"
         )
     if kind == "ragged" or (name not in COLUMNS and kind == "row"):
@@ -149,14 +149,14 @@ def _check(name: str, value: Any, size: torch.Size, width: int | None) -> None:
             f"assign: column '{name}' has dtype {value.dtype}; it must be {column.dtype} "
             f"(convert it with .to({column.dtype}))"
         )
-    least, most = column.entry
+    smallest, largest = column.entry
     per_token, rest = kind == "token", shape[len(size) :]
-    wrong = not least <= len(rest) - per_token <= most
+    wrong = not smallest <= len(rest) - per_token <= largest
     if per_token and (wrong or (width is not None and rest[0] != width)):
-        expected = [*size, "T" if width is None else width, *"k" * least]
-        raise ColumnError(f"{found}; it is per token, so it must have shape {expected}, as wide as input_ids")
+        expected = [*size, "T" if width is None else width, *"k" * smallest]
+        raise ColumnError(f"{message}; it is per token, so it must have shape {expected}, as wide as input_ids")
     if wrong:
-        raise ColumnError(f"{found}; it is per row, so it must have shape {list(size)}")
+        raise ColumnError(f"{message}; it is per row, so it must have shape {list(size)}")
     if name == "attention_mask" and bool((value[..., 1:] & ~value[..., :-1]).any()):
         raise ColumnError(
             "assign: 'attention_mask' has a false before a true; rows are right-padded, so move the padding to the end"
@@ -193,7 +193,7 @@ def lengths(batch: TensorDict) -> Tensor:
 
 
 @contextmanager
-def unchanged(batch: TensorDict, who: str) -> Iterator[None]:
+def forbid_writes(batch: TensorDict, caller: str) -> Iterator[None]:
     """With ``NRL_DEBUG=1``, catch a function that writes into its batch; otherwise do nothing.
 
     Compares the version counters that torch keeps for every tensor, before and after.
@@ -214,7 +214,7 @@ def unchanged(batch: TensorDict, who: str) -> Iterator[None]:
             written.add(key)
     if written:
         raise MutatedBatch(
-            f"{who} wrote into its batch: {', '.join(sorted(written))}. Batches are values; use an out-of-place "
+            f"{caller} wrote into its batch: {', '.join(sorted(written))}. Batches are values; use an out-of-place "
             "operation, or clone the column first"
         )
 
@@ -224,16 +224,16 @@ def _leaves(batch: TensorDict) -> dict[str, Tensor]:
     return {key: memory_of(value) for key, value in leaves.items()}
 
 
-def remembered[T](tensor: Tensor, what: Hashable, find: Callable[[], T]) -> T:
+def memoize[T](tensor: Tensor, key: Hashable, find: Callable[[], T]) -> T:
     """Call a function of a tensor once, and remember its value until somebody writes into the tensor.
 
     Args:
         tensor: all that ``find`` reads.
-        what: the key of the value, besides the tensor.
+        key: the key of the value, besides the tensor.
         find: computes the value, which nobody may change.
 
     >>> mask = torch.ones(2, 3, dtype=torch.bool)
-    >>> remembered(mask, "tokens", lambda: int(mask.sum())), remembered(mask, "tokens", lambda: 0)
+    >>> memoize(mask, "tokens", lambda: int(mask.sum())), memoize(mask, "tokens", lambda: 0)
     (6, 6)
     """
     if tensor.is_inference():  # its writes are not counted
@@ -242,7 +242,7 @@ def remembered[T](tensor: Tensor, what: Hashable, find: Callable[[], T]) -> T:
     if written != tensor._version:
         answers = {}
         _ANSWERS[tensor] = tensor._version, answers
-    if what not in answers:
-        answers[what] = find()
-    answer: T = answers[what]
+    if key not in answers:
+        answers[key] = find()
+    answer: T = answers[key]
     return answer

@@ -13,10 +13,10 @@ from nrl.errors import ConfigError
 
 __all__ = ["main"]
 
-type _Do = Callable[[argparse.Namespace], object]
+type _Handler = Callable[[argparse.Namespace], object]
 
 
-class _Parser(argparse.ArgumentParser):
+class _CommandParser(argparse.ArgumentParser):
     """Its errors show what there is to choose from: a line of usage says no more than COMMAND."""
 
     def error(self, message: str) -> NoReturn:
@@ -43,142 +43,142 @@ def main(argv: Sequence[str] | None = None) -> int:
     >>> main(["report", "/nowhere"])
     2
     """
-    parser = _Parser(prog="nrl", description="A composable functional library for LLM post-training.")
+    parser = _CommandParser(prog="nrl", description="A composable functional library for LLM post-training.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser("report", help="write OUT/report.html, one page that shows the run or the evaluation")
     command.add_argument("out", metavar="OUT", help="its folder")
     command.set_defaults(do=_report)
-    for name, what, settings, do in _COMMANDS:
-        _with_settings(commands, name, what, settings, do)
+    for name, summary, settings, do in _COMMANDS:
+        _add_command(commands, name, summary, settings, do)
     of_gym = commands.add_parser("gym", help="serve environments, and try them out")
     of_deploy = commands.add_parser("deploy", help="write what runs a program on a cluster")
     for group, parts in ((of_gym, _GYM), (of_deploy, _DEPLOY)):
         below = group.add_subparsers(required=True, metavar="COMMAND")
-        for name, what, settings, do in parts:
-            _with_settings(below, name, what, settings, do, words=2)
+        for name, summary, settings, do in parts:
+            _add_command(below, name, summary, settings, do, words=2)
     _add_venvs(commands.add_parser("venvs", help="the virtual environments of executables"))
 
     argv = sys.argv[1:] if argv is None else argv
-    given, more = parser.parse_known_args(argv)
-    if "words" in given:  # load explains that options are written key=value
-        given.settings = list(argv[given.words :])
-    elif more:
-        parser.error(f"unrecognized arguments: {' '.join(more)}")
+    args, unknown = parser.parse_known_args(argv)
+    if "words" in args:  # load explains that options are written key=value
+        args.settings = list(argv[args.words :])
+    elif unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     from nrl.run.exit_codes import exit_status
 
-    return exit_status(lambda: given.do(given), "nrl")
+    return exit_status(lambda: args.do(args), "nrl")
 
 
-def _with_settings(commands: Any, name: str, what: str, settings: str, do: _Do, words: int = 1) -> None:
-    """Add a command that reads all after its ``words`` words by itself."""
-    command = commands.add_parser(name, help=what, add_help=False)
+def _add_command(commands: Any, name: str, summary: str, settings: str, do: _Handler, words: int = 1) -> None:
+    """Add a command that parses the arguments after its first ``words`` words itself."""
+    command = commands.add_parser(name, help=summary, add_help=False)
     command.add_argument("settings", metavar=settings, nargs="*")
     command.set_defaults(do=do, name=name, words=words)
 
 
-def _report(given: argparse.Namespace) -> None:
+def _report(args: argparse.Namespace) -> None:
     from nrl.cli import evaluation_report
     from nrl.run.reporting import report
 
-    out = Path(given.out)
-    print(evaluation_report.report(out) if evaluation_report.is_evaluation(out) else report(given.out))
+    out = Path(args.out)
+    print(evaluation_report.report(out) if evaluation_report.is_evaluation(out) else report(args.out))
 
 
-def _evaluate(given: argparse.Namespace) -> None:
+def _evaluate(args: argparse.Namespace) -> None:
     from nrl import config
-    from nrl.cli.evaluation_settings import Evaluation, resolved
+    from nrl.cli.evaluation_settings import Evaluation, resolve
 
-    settings = [_setting(argument) for argument in given.settings]
+    settings = [_parse_setting(argument) for argument in args.settings]
     tasks = [setting.removeprefix("tasks=") for setting in settings if setting.startswith("tasks=")]
     if len(tasks) > 1 and not any(setting.startswith("-") for setting in settings):
         raise ConfigError(f"eval: found {' and '.join(tasks)}; give one file of tasks, and all else as key=value")
     cfg = config.load(Evaluation, settings, program="nrl eval TASKS", caller="eval")
-    envs = resolved(cfg)
-    from nrl.cli import evaluation  # which imports torch: a name that is not there is told before
+    envs = resolve(cfg)
+    from nrl.cli import evaluation  # It imports torch, so wrong names are reported before.
 
     evaluation.main(cfg, envs)
 
 
-def _serve(given: argparse.Namespace) -> None:
+def _serve(args: argparse.Namespace) -> None:
     from nrl import config
     from nrl.cli import serve
 
-    if any(setting.startswith("token=") for setting in given.settings):
+    if any(setting.startswith("token=") for setting in args.settings):
         raise ConfigError(
             "serve: every user of this machine can read token=... in its list of processes; write the key into a file "
             "and give token_file=FILE, or set NRL_SERVE_TOKEN"
         )
-    named = _named("model", given.settings)
+    named = _name_settings("model", args.settings)
     serve.main(config.load(serve.Serving, named, program="nrl serve MODEL", caller="serve"))
 
 
-def _export(given: argparse.Namespace) -> None:
+def _export(args: argparse.Namespace) -> None:
     from nrl import config
     from nrl.cli import export
 
-    cfg = config.load(export.Export, _named("run", given.settings), program="nrl export RUN", caller="export")
+    cfg = config.load(export.Export, _name_settings("run", args.settings), program="nrl export RUN", caller="export")
     print(export.main(cfg))
 
 
-def _deploy(given: argparse.Namespace) -> None:
+def _deploy(args: argparse.Namespace) -> None:
     from nrl import config
     from nrl.ops.deploy import kubernetes, slurm
 
-    cut = given.settings.index("--") if "--" in given.settings else len(given.settings)
-    of_program = given.settings[cut + 1 :]
-    settings = _named("program", given.settings[:cut])
+    cut = args.settings.index("--") if "--" in args.settings else len(args.settings)
+    of_program = args.settings[cut + 1 :]
+    settings = _name_settings("program", args.settings[:cut])
     if of_program:
         settings.append(f"arguments={json.dumps(of_program, ensure_ascii=False)}")
-    program, caller = f"nrl deploy {given.name} PROGRAM.py [key=value ...] [-- ARGUMENTS]", f"deploy {given.name}"
-    if given.name == "slurm":
+    program, caller = f"nrl deploy {args.name} PROGRAM.py [key=value ...] [-- ARGUMENTS]", f"deploy {args.name}"
+    if args.name == "slurm":
         slurm.main(config.load(slurm.Slurm, settings, program=program, caller=caller))
     else:
         kubernetes.main(config.load(kubernetes.Kubernetes, settings, program=program, caller=caller))
 
 
 def _is_file(argument: str) -> bool:
-    """Whether it names a file of settings."""
+    """Return whether an argument names a file of settings."""
     from nrl.config.layers import is_file_name
 
     return is_file_name(argument)
 
 
-def _named(name: str, settings: Sequence[str]) -> list[str]:
-    """Settings, of which the one without a key has this one."""
-    return [each if "=" in each or each.startswith("-") or _is_file(each) else f"{name}={each}"
-            for each in settings]  # fmt: skip
+def _name_settings(name: str, settings: Sequence[str]) -> list[str]:
+    """Return settings; one without a key gets the key ``name``."""
+    return [setting if "=" in setting or setting.startswith("-") or _is_file(setting) else f"{name}={setting}"
+            for setting in settings]  # fmt: skip
 
 
-def _plan(given: argparse.Namespace) -> None:
-    if not {"-h", "--help"} & set(given.settings):  # before the imports, which take seconds
+def _plan(args: argparse.Namespace) -> None:
+    if not {"-h", "--help"} & set(args.settings):  # before the imports, which take seconds
         print("plan: importing torch", file=sys.stderr, flush=True)
     from nrl import config
     from nrl.ops.plan import cli, programs
 
-    settings = cli.undashed(given.settings)
+    settings = cli.strip_dashes(args.settings)
     if scripts := [text for text in settings if text.endswith(".py") and "=" not in text]:
         rest = [text for text in settings if text != scripts[0]]
-        cli.main(*programs.of_program(scripts[0], rest))
+        cli.main(*programs.plan_program(scripts[0], rest))
         return
-    named = _named("model", settings)
+    named = _name_settings("model", settings)
     cfg = config.load(cli.Planning, named, program="nrl plan MODEL", caller="plan")
-    cli.main(cfg, config.given(cli.Planning, named))
+    cli.main(cfg, config.given_keys(cli.Planning, named))
 
 
-def _diagnose(given: argparse.Namespace) -> int:
+def _diagnose(args: argparse.Namespace) -> int:
     from nrl import config
     from nrl.ops.doctor import cli
 
-    settings = ["json=true" if each == "--json" else each for each in given.settings]
+    settings = ["json=true" if setting == "--json" else setting for setting in args.settings]
     return cli.main(config.load(cli.Doctor, settings, program="nrl doctor", caller="doctor"))
 
 
-def _audit(given: argparse.Namespace) -> int:
+def _audit(args: argparse.Namespace) -> int:
     from nrl import config
     from nrl.gym.cli import audit
 
     settings = list[str]()
-    for argument in given.settings:
+    for argument in args.settings:
         key, equals, text = argument.partition("=")
         if key == "allow" and equals:
             settings.append(f"allow=[{text.strip('[]')}]")
@@ -186,38 +186,38 @@ def _audit(given: argparse.Namespace) -> int:
             settings.append(argument)
         else:
             settings.append(f"target={argument}")
-    targets = [each.removeprefix("target=") for each in settings if each.startswith("target=")]
-    if len(targets) > 1 and not any(each.startswith("-") for each in settings):
+    targets = [setting.removeprefix("target=") for setting in settings if setting.startswith("target=")]
+    if len(targets) > 1 and not any(setting.startswith("-") for setting in settings):
         raise ConfigError(f"gym test: found {' and '.join(targets)}; give one target, and all else as key=value")
     return audit.main(config.load(audit.Audit, settings, program="nrl gym test FILE.py:NAME", caller="gym test"))
 
 
 def _is_gym(file: str) -> bool:
-    """Whether a file configures a gym, and no command."""
+    """Return whether a file configures a gym, and no command."""
     import yaml
 
     if not file.endswith((".yaml", ".yml")):
         return False
     try:
-        found = yaml.safe_load(Path(file).expanduser().read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):  # which is told where it is read as what it is taken for
+        content = yaml.safe_load(Path(file).expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):  # The command that reads the file reports the error.
         return False
-    return isinstance(found, dict) and "servers" in found
+    return isinstance(content, dict) and "servers" in content
 
 
-def _gym(given: argparse.Namespace) -> int:
+def _gym(args: argparse.Namespace) -> int:
     from nrl.gym.cli import running, scaffold, status  # a server's libraries are not for every command
 
     module, do = {"run": (running, running.run), "status": (status, status.status), "init": (scaffold, scaffold.init)}[
-        given.name
+        args.name
     ]
-    if {"-h", "--help"} & set(given.settings):
+    if {"-h", "--help"} & set(args.settings):
         print(module.USAGE)
         return 0
-    return do(given.settings)
+    return do(args.settings)
 
 
-def _setting(argument: str) -> str:
+def _parse_setting(argument: str) -> str:
     """An argument in the form of ``load``: a file that is no configuration is the tasks, and k=1,4 is a list."""
     key, equals, text = argument.partition("=")
     if key == "k" and equals:
@@ -231,8 +231,8 @@ def _add_venvs(parser: argparse.ArgumentParser) -> None:
     parser.description = "Environments are in NRL_VENV_DIR, by default a folder in the user's cache."
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def add(name: str, what: str, do: Callable[..., object], names: str | None = None) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=what, description=what)
+    def add(name: str, summary: str, do: Callable[..., object], names: str | None = None) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=summary, description=summary)
         if names is not None:
             command.add_argument("names", metavar="NAME", nargs=names, help="an executable, such as base")
         command.add_argument(
@@ -240,9 +240,9 @@ def _add_venvs(parser: argparse.ArgumentParser) -> None:
             help="a module, or a file that ends in .py, which registers executables",
         )  # fmt: skip
 
-        def run(given: argparse.Namespace) -> int:
-            _import(given.modules)
-            return int(do(given) is False)
+        def run(args: argparse.Namespace) -> int:
+            _import(args.modules)
+            return int(do(args) is False)
 
         command.set_defaults(do=run)
         return command
@@ -274,44 +274,44 @@ def _import(modules: Sequence[str]) -> None:
             sys.path.remove(folder)
 
 
-def _build(given: argparse.Namespace) -> None:
+def _build(args: argparse.Namespace) -> None:
     from nrl.runtime.venvs import cli
 
-    cli.build(given.names)
+    cli.build(args.names)
 
 
-def _list(given: argparse.Namespace) -> None:
+def _list(args: argparse.Namespace) -> None:
     from nrl.runtime.venvs import cli
 
-    print(cli.listing(given.names))
+    print(cli.list_envs(args.names))
 
 
-def _check(given: argparse.Namespace) -> bool:
+def _check(args: argparse.Namespace) -> bool:
     from nrl.runtime.venvs import cli
 
-    return cli.check(given.names)
+    return cli.check(args.names)
 
 
-def _path(given: argparse.Namespace) -> None:
+def _path(args: argparse.Namespace) -> None:
     from nrl.runtime.venvs import cli
 
-    print(*(cli.path(name, imports=given.imports) for name in given.names), sep="\n")
+    print(*(cli.find_path(name, imports=args.imports) for name in args.names), sep="\n")
 
 
-def _wheels(given: argparse.Namespace) -> None:
+def _wheels(args: argparse.Namespace) -> None:
     from nrl.runtime.venvs import offline_bundle
 
-    offline_bundle.collect(given.names, Path(given.to))
+    offline_bundle.collect(args.names, Path(args.to))
 
 
-def _prune(given: argparse.Namespace) -> None:
+def _prune(args: argparse.Namespace) -> None:
     from nrl.runtime.venvs import cli
 
-    removed = cli.prune(given.days, dry=given.dry_run)
-    print(f"{len(removed)} {'would be' if given.dry_run else 'are'} removed")
+    removed = cli.prune(args.days, dry=args.dry_run)
+    print(f"{len(removed)} {'would be' if args.dry_run else 'are'} removed")
 
 
-type _Commands = tuple[tuple[str, str, str, _Do], ...]  # name, what it does, what it is given, and its function
+type _Commands = tuple[tuple[str, str, str, _Handler], ...]  # name, what it does, what it is given, and its function
 
 _COMMANDS: _Commands = (
     ("eval", "sample answers to tasks, and say how many are right", "TASKS key=value ...", _evaluate),

@@ -17,13 +17,13 @@ from nrl.run import config_file, folder
 
 __all__ = [
     "MARK",
-    "choose",
-    "config_of",
+    "choose_folder",
     "digest",
     "digest_of_files",
-    "failures",
-    "read",
-    "stored",
+    "iter_failures",
+    "load_results",
+    "read_config",
+    "read_results",
     "write_config",
     "write_failures",
 ]
@@ -34,24 +34,24 @@ MARK = "digest_of_tasks"
 _MAY_CHANGE = frozenset({"out", "k", "passing", "cluster", "samplers", "url", "engine", "trust_remote_code"})
 
 
-def choose(cfg: Any) -> Path:
+def choose_folder(cfg: Any) -> Path:
     """The folder that an evaluation's configuration names, or a new one.
 
     Raises:
-        ConfigError: it is a file, or holds something else than an evaluation.
+        ConfigError: the folder is a file, or holds other files than an evaluation's.
     """
     out = folder.location(cfg, "eval")
-    there = sorted(path.name for path in out.glob("[!.]*")) if out.exists() else []
-    if there and MARK not in config_of(out):
+    content = sorted(path.name for path in out.glob("[!.]*")) if out.exists() else []
+    if content and MARK not in read_config(out):
         raise ConfigError(
-            f"eval: out={out} holds something else than an evaluation ({', '.join(there[:8])}); give another folder"
+            f"eval: out={out} holds something else than an evaluation ({', '.join(content[:8])}); give another folder"
         )
     return out
 
 
-def config_of(out: Path) -> Mapping[str, Any]:
+def read_config(out: Path) -> Mapping[str, Any]:
     """The configuration in a folder; empty if it has none."""
-    return config_file.read(out / "config.yaml") or {}
+    return config_file.read_config(out / "config.yaml") or {}
 
 
 def write_config(out: Path, cfg: Any, digests: Mapping[str, Any], unread: Sequence[str] = ()) -> None:
@@ -64,11 +64,11 @@ def write_config(out: Path, cfg: Any, digests: Mapping[str, Any], unread: Sequen
         unread: settings that have no part in the evaluation, and are left out.
 
     Raises:
-        ConfigError: it does.
+        ConfigError: the folder holds another evaluation.
     """
     shown = config.dump(cfg, lambda all: redacted({key: all[key] for key in all if key not in unread}))
     text = shown + yaml.safe_dump(dict(digests))
-    old, new = config_of(out), yaml.safe_load(text)
+    old, new = read_config(out), yaml.safe_load(text)
     changed = [key for key in old | new if old.get(key) != new.get(key) and key not in _MAY_CHANGE]
     if old and changed:
         raise ConfigError(
@@ -95,11 +95,11 @@ def digest_of_files(model: str) -> str | None:
     >>> digest_of_files("Qwen/Qwen3-0.6B") is None
     True
     """
-    found = [(path.name, path.stat()) for path in sorted(Path(model).glob("*")) if path.is_file()]
-    return digest([(name, each.st_size, each.st_mtime_ns) for name, each in found]) if found else None
+    files = [(path.name, path.stat()) for path in sorted(Path(model).glob("*")) if path.is_file()]
+    return digest([(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]) if files else None
 
 
-def read(path: Path, total: int, together: int) -> list[Graded]:
+def read_results(path: Path, total: int, together: int) -> list[Graded]:
     """Read the results of the tasks that are done, and cut off those of an incomplete group of tasks.
 
     Args:
@@ -110,20 +110,20 @@ def read(path: Path, total: int, together: int) -> list[Graded]:
     Raises:
         DataError: a line is not the result of its task.
     """
-    graded, ends = _lines(path)
-    whole = len(graded) if len(graded) == total else len(graded) // together * together
+    graded, ends = _read_lines(path)
+    num_complete = len(graded) if len(graded) == total else len(graded) // together * together
     if path.exists():
-        os.truncate(path, ends[whole])
-    return graded[:whole]
+        os.truncate(path, ends[num_complete])
+    return graded[:num_complete]
 
 
-def stored(path: Path) -> list[Graded]:
+def load_results(path: Path) -> list[Graded]:
     """Read the results of another evaluation, and change nothing; a line that is being written is left out.
 
     Raises:
         DataError: a line is not the result of its task.
     """
-    return _lines(path)[0]
+    return _read_lines(path)[0]
 
 
 def write_failures(out: Path, graded: Sequence[Graded]) -> None:
@@ -133,7 +133,7 @@ def write_failures(out: Path, graded: Sequence[Graded]) -> None:
     try:
         temporary.unlink(missing_ok=True)
         with JsonLines(temporary) as lines:
-            for record in failures(graded, 0):
+            for record in iter_failures(graded, 0):
                 lines.write(record)
         if temporary.stat().st_size:
             temporary.replace(path)
@@ -143,23 +143,23 @@ def write_failures(out: Path, graded: Sequence[Graded]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def failures(graded: Sequence[Graded], first: int) -> Iterator[dict[str, Any]]:
+def iter_failures(graded: Sequence[Graded], first: int) -> Iterator[dict[str, Any]]:
     """The lines of ``failures.jsonl`` about some tasks, of which the first has this number.
 
     >>> graded = Graded("1+1=", "2", ["2"], [None], None, [1], [False], failures=[{"status": "timeout", "error": "!"}])
-    >>> list(failures([graded], 7))
+    >>> list(iter_failures([graded], 7))
     [{'task': 7, 'sample': 0, 'status': 'timeout', 'error': '!', 'prompt': '1+1='}]
     """
-    for number, each in enumerate(graded, first):
-        for sample, reward in enumerate(each.rewards):
+    for number, result in enumerate(graded, first):
+        for sample, reward in enumerate(result.rewards):
             if reward is None:
-                known = (each.failures[sample] if each.failures else None) or {}  # older results do not say
-                status = each.statuses[sample] if each.statuses else None
-                why = {"status": known.get("status", status), "error": known.get("error")}
-                yield {"task": number, "sample": sample, **why, "prompt": each.prompt}
+                failure = (result.failures[sample] if result.failures else None) or {}  # older results do not say
+                status = result.statuses[sample] if result.statuses else None
+                reason = {"status": failure.get("status", status), "error": failure.get("error")}
+                yield {"task": number, "sample": sample, **reason, "prompt": result.prompt}
 
 
-def _lines(path: Path) -> tuple[list[Graded], list[int]]:
+def _read_lines(path: Path) -> tuple[list[Graded], list[int]]:
     """The tasks of whole lines, and where each line ends, from 0 on."""
     graded, ends = list[Graded](), [0]
     if not path.exists():

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from nrl.cli.evaluation_folder import MARK, config_of
+from nrl.cli.evaluation_folder import MARK, read_config
 from nrl.envs.types import text_of
 from nrl.errors import DataError
 from nrl.log import redact, redacted
@@ -18,22 +18,22 @@ from nrl.run.report_rows import answer_row, text_part
 from nrl.run.reporting import write_page
 from nrl.run.sample_pages import Sample, SampleWriter
 
-__all__ = ["is_evaluation", "of_tasks", "report", "write_tasks"]
+__all__ = ["is_evaluation", "report", "summarize_tasks", "write_tasks"]
 
 _NUMBERS = ("mean", "deviation", "smallest", "largest", "pass_rate")
-_ROWS, _TEXT = 1000, 200  # of the table, at most
+_ROWS, _TEXT = 1000, 200  # rows of the table and characters of a prompt, at most
 
 
-def of_tasks(graded: Sequence[Graded], passing: float = 1.0) -> list[dict[str, Any]]:
-    """For each task the numbers of its rewards, over its valid samples; None: there are too few of these.
+def summarize_tasks(graded: Sequence[Graded], passing: float = 1.0) -> list[dict[str, Any]]:
+    """Summarize the rewards of each task over its valid samples; None: there are too few samples.
 
-    >>> of_tasks([Graded("1+1=", "2", ["2", "3", "?"], [1.0, 0.0, None], None, [1, 1, 1], [False] * 3)])
+    >>> summarize_tasks([Graded("1+1=", "2", ["2", "3", "?"], [1.0, 0.0, None], None, [1, 1, 1], [False] * 3)])
     [{'task': 0, 'valid': 2, 'invalid': 1, 'mean': 0.5, 'deviation': 0.7071067811865476, 'smallest': 0.0,
       'largest': 1.0, 'pass_rate': 0.5, 'prompt': '1+1='}]
     """
-    found = []
-    for number, each in enumerate(graded):
-        rewards = [reward for reward in each.rewards if reward is not None]
+    records = []
+    for number, result in enumerate(graded):
+        rewards = [reward for reward in result.rewards if reward is not None]
         numbers: dict[str, float | None] = dict.fromkeys(_NUMBERS)
         if rewards:
             numbers["mean"] = statistics.fmean(rewards)
@@ -41,27 +41,27 @@ def of_tasks(graded: Sequence[Graded], passing: float = 1.0) -> list[dict[str, A
             numbers["pass_rate"] = sum(reward >= passing for reward in rewards) / len(rewards)
         if len(rewards) > 1:
             numbers["deviation"] = statistics.stdev(rewards)
-        counts = {"task": number, "valid": len(rewards), "invalid": len(each.rewards) - len(rewards)}
-        found.append(counts | numbers | {"prompt": each.prompt})
-    return found
+        counts = {"task": number, "valid": len(rewards), "invalid": len(result.rewards) - len(rewards)}
+        records.append(counts | numbers | {"prompt": result.prompt})
+    return records
 
 
 def write_tasks(out: Path, graded: Sequence[Graded], passing: float) -> None:
     """Write ``tasks.jsonl``, of results that were read, whose texts are masked."""
-    text = "".join(json.dumps(record) + "\n" for record in of_tasks(graded, passing))
+    text = "".join(json.dumps(record) + "\n" for record in summarize_tasks(graded, passing))
     config_file.replace(out / "tasks.jsonl", text)
 
 
 def is_evaluation(folder: Path) -> bool:
-    """Whether a folder is that of an evaluation."""
-    return folder.is_dir() and MARK in config_of(folder)
+    """Return whether a folder is that of an evaluation."""
+    return folder.is_dir() and MARK in read_config(folder)
 
 
 def report(folder: Path) -> Path:
     """Write ``report.html`` into the folder of an evaluation that has ended.
 
     Raises:
-        DataError: it has not ended.
+        DataError: the evaluation has not ended.
     """
     paths = [folder / "metrics.json", folder / "tasks.jsonl"]
     if not all(path.is_file() for path in paths):
@@ -71,20 +71,20 @@ def report(folder: Path) -> Path:
     metrics = json.loads(paths[0].read_text(encoding="utf-8"))
     tasks = [json.loads(line) for line in paths[1].read_text(encoding="utf-8").splitlines()]
     token = sample_pages.token_of([*paths, *folder.glob("results.jsonl")])
-    part = _part(metrics, tasks)
-    part["samples"], part["unread"] = _answers(folder, metrics, SampleWriter(folder, f"{token}-0"))
+    part = _make_part(metrics, tasks)
+    part["samples"], part["unread"] = _write_answers(folder, metrics, SampleWriter(folder, f"{token}-0"))
     return write_page(folder, [part], max(path.stat().st_mtime for path in paths), token=token)
 
 
-def _answers(folder: Path, metrics: Mapping[str, Any], writer: SampleWriter) -> tuple[dict[str, Any] | None, int]:
-    """What the page is to know of the answers, and how many lines of results could not be read.
+def _write_answers(folder: Path, metrics: Mapping[str, Any], writer: SampleWriter) -> tuple[dict[str, Any] | None, int]:
+    """Write the answers, and return the page's data of them and the number of unreadable lines of results.
 
     The writer gets the answers to all tasks, or to an even selection where there are very many.
     """
     path = folder / "results.jsonl"
     if not path.is_file():
         return None, 0
-    passing = float(config_of(folder).get("passing", 1.0))
+    passing = float(read_config(folder).get("passing", 1.0))
     names = [redact(key.removesuffix("/eval/invalid")) for key in metrics["metrics"] if key.endswith("/eval/invalid")]
     stride, unread = sample_pages.stride_of(path.stat().st_size), 0
     with path.open("rb") as lines:
@@ -95,19 +95,19 @@ def _answers(folder: Path, metrics: Mapping[str, Any], writer: SampleWriter) -> 
                 record = json.loads(line)
                 task = record.pop("task")
                 graded = Graded(**redacted(record))
-                samples = _samples_of(task, graded, passing, names)
+                samples = _make_samples(task, graded, passing, names)
             except (ValueError, TypeError, AttributeError, LookupError):
                 unread += 1
                 continue
             for sample in samples:
                 writer.add(sample)
-    known = writer.finish()
-    if not known["total"]:
+    page_data = writer.finish()
+    if not page_data["total"]:
         return None, unread
-    return {"unit": "task", "file": "results.jsonl", "peak": 0.0, "stride": stride} | known, unread
+    return {"unit": "task", "file": "results.jsonl", "peak": 0.0, "stride": stride} | page_data, unread
 
 
-def _samples_of(task: int, graded: Graded, passing: float, names: Sequence[str]) -> list[Sample]:
+def _make_samples(task: int, graded: Graded, passing: float, names: Sequence[str]) -> list[Sample]:
     """The answers to a task, below its prompt and the right answer."""
     valid = [reward for reward in graded.rewards if reward is not None]
     passed = sum(reward >= passing for reward in valid)
@@ -125,67 +125,69 @@ def _samples_of(task: int, graded: Graded, passing: float, names: Sequence[str])
             group="",
             source="" if source is None else str(source),
             reward=reward,
-            flags=_flags(graded, place, passing),
-            rows=[_row(graded, place, passing)],
+            flags=_flags(graded, index, passing),
+            rows=[_row(graded, index, passing)],
             head=head,
         )
-        for place, reward in enumerate(graded.rewards)
+        for index, reward in enumerate(graded.rewards)
     ]
 
 
-def _flags(graded: Graded, place: int, passing: float) -> list[str]:
-    reward = graded.rewards[place]
+def _flags(graded: Graded, index: int, passing: float) -> list[str]:
+    reward = graded.rewards[index]
     verdict = "invalid" if reward is None else "right" if reward >= passing else "wrong"
-    unanswered = graded.answers is not None and graded.answers[place] is None
-    status = graded.statuses[place] if graded.statuses else "ok"
-    flags = {"truncated": graded.truncated[place], "unanswered": unanswered, status: status != "ok"}
+    unanswered = graded.answers is not None and graded.answers[index] is None
+    status = graded.statuses[index] if graded.statuses else "ok"
+    flags = {"truncated": graded.truncated[index], "unanswered": unanswered, status: status != "ok"}
     return [verdict, *(flag for flag, raised in flags.items() if raised)]
 
 
-def _row(graded: Graded, place: int, passing: float) -> dict[str, Any]:
-    facts: list[tuple[str, Any]] = [("sample", place), ("reward", graded.rewards[place])]
-    if graded.answers is not None and graded.answers[place] is not None:
-        facts.append(("answer", graded.answers[place]))
-    facts.append(("tokens", graded.lengths[place]))
+def _row(graded: Graded, index: int, passing: float) -> dict[str, Any]:
+    facts: list[tuple[str, Any]] = [("sample", index), ("reward", graded.rewards[index])]
+    if graded.answers is not None and graded.answers[index] is not None:
+        facts.append(("answer", graded.answers[index]))
+    facts.append(("tokens", graded.lengths[index]))
     if graded.turns is not None:
-        facts.append(("turns", graded.turns[place]))
-    known = {name: values[place] for name, values in graded.numbers.items()}
-    facts += [(name, value) for name, value in known.items() if value is not None]
-    failure = graded.failures[place] if graded.failures else None
+        facts.append(("turns", graded.turns[index]))
+    numbers = {name: values[index] for name, values in graded.numbers.items()}
+    facts += [(name, value) for name, value in numbers.items() if value is not None]
+    failure = graded.failures[index] if graded.failures else None
     if failure:
         facts.append(("error", failure.get("error")))
-    conversation = graded.conversations[place] if graded.conversations else None
-    return answer_row(graded.samples[place], conversation, facts, _flags(graded, place, passing))
+    conversation = graded.conversations[index] if graded.conversations else None
+    return answer_row(graded.samples[index], conversation, facts, _flags(graded, index, passing))
 
 
-def _part(metrics: Mapping[str, Any], tasks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _make_part(metrics: Mapping[str, Any], tasks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     numbers, over = metrics["metrics"], metrics["over"]
     first = []
-    rates = np.array([each["pass_rate"] for each in tasks if each["pass_rate"] is not None])
+    rates = np.array([task["pass_rate"] for task in tasks if task["pass_rate"] is not None])
     if len(rates):
         counts, edges = np.histogram(rates, bins=10, range=(0.0, 1.0))
         x = charts.Axis(0.0, 1.0, charts.BOX["left"], charts.BOX["right"])
         first.append(charts.bars("pass rates of tasks", edges, counts.astype(float), x))
     for name in dict.fromkeys(key.partition("eval/pass@")[0] for key in numbers if "eval/pass@" in key):
         begin = f"{name}eval/pass@"
-        some = sorted(
+        points = sorted(
             (int(key.removeprefix(begin)), value)
             for key, value in numbers.items()
             if key.startswith(begin) and value is not None
         )
-        if len(some) > 1:
-            ks, values = np.array(some, dtype=float).T
+        if len(points) > 1:
+            ks, values = np.array(points, dtype=float).T
             x = charts.Axis(ks[0], ks[-1], charts.BOX["left"], charts.BOX["right"])
             first.append(charts.curve(redact(f"{name}pass@k, by k"), ks, values, x))
     rows = [
-        [f"{each['task']:,}", *(_shown(each[key]) for key in _NUMBERS), str(each["invalid"]), _short(each["prompt"])]
-        for each in tasks[:_ROWS]
+        [f"{task['task']:,}", *(_format(task[key]) for key in _NUMBERS), str(task["invalid"]), _shorten(task["prompt"])]
+        for task in tasks[:_ROWS]
     ]
     title = f"Tasks, the first {_ROWS} of {len(tasks)}" if len(tasks) > _ROWS else "Tasks"
-    every = [[_shown(value), f"{over[key]:,}" if key in over else "", redact(key)] for key, value in numbers.items()]
+    metric_rows = [
+        [_format(value), f"{over[key]:,}" if key in over else "", redact(key)] for key, value in numbers.items()
+    ]
     tiles = [("tasks", f"{metrics['tasks']:,}", "")]
     tiles += [
-        (key, _shown(numbers[key]), "") for key in ("eval/reward", "eval/pass@1", "eval/invalid") if key in numbers
+        (key, _format(numbers[key]), "") for key in ("eval/reward", "eval/pass@1", "eval/invalid") if key in numbers
     ]
     header = ["task", *(key.replace("_", " ") for key in _NUMBERS), "invalid", "prompt"]
     return {
@@ -193,14 +195,14 @@ def _part(metrics: Mapping[str, Any], tasks: Sequence[Mapping[str, Any]]) -> dic
         "tiles": tiles,
         "first": first,
         "times": [],
-        "tables": [("Metrics", ["value", "over", "metric"], every), (title, header, rows)],
+        "tables": [("Metrics", ["value", "over", "metric"], metric_rows), (title, header, rows)],
     }
 
 
-def _shown(value: float | None) -> str:
+def _format(value: float | None) -> str:
     return "-" if value is None else charts.number(value)
 
 
-def _short(prompt: Any) -> str:
+def _shorten(prompt: Any) -> str:
     text = redact(text_of(prompt))
     return text if len(text) <= _TEXT else text[:_TEXT] + " ..."

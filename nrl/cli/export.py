@@ -8,18 +8,18 @@ import torch
 
 from nrl.backends.models.exporting import export_described
 from nrl.backends.models.model_files import DESCRIPTION
-from nrl.backends.training.saving.storage import weights
-from nrl.cli.evaluation import kept
+from nrl.backends.training.saving.storage import iter_weights
+from nrl.cli.evaluation import retention_of
 from nrl.errors import CheckpointError
 from nrl.files import (
     MANIFEST,
     NOT_FINITE,
     Folder,
-    at,
     check_sizes,
     on_disk,
+    read_saved,
     resolve_output,
-    saved_in,
+    to_folder,
     without_file_scheme,
 )
 from nrl.run import checkpoint
@@ -43,20 +43,22 @@ def main(cfg: Export) -> Path:
     """Export, and return the folder that was written.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or no such value in it, or what it has cannot be exported so.
+        CheckpointError: the checkpoint or the value does not exist, or the value cannot be exported.
     """
-    root, found = _checkpoint(at(cfg.run), cfg.checkpoint)
-    folder, target = found / cfg.value, root / "model"
+    root, source = _find_checkpoint(to_folder(cfg.run), cfg.checkpoint)
+    folder, target = source / cfg.value, root / "model"
     if cfg.to is not None:
         target = resolve_output("export: to", without_file_scheme("export: to", cfg.to))
     if not isinstance(target, Path):
         raise CheckpointError(
             f"export: {target} is in a store, where no model can be loaded from; give a folder as to="
         )
-    saved = saved_in(folder) if folder.is_dir() else None
+    saved = read_saved(folder) if folder.is_dir() else None
     if saved is None:
-        there = ", ".join(sorted(each.name for each in found.iterdir() if each.is_dir())) or "no weights"
-        raise CheckpointError(f"export: {found} has no weights of the name {cfg.value!r}; it has {there}: give value=")
+        content = ", ".join(sorted(path.name for path in source.iterdir() if path.is_dir())) or "no weights"
+        raise CheckpointError(
+            f"export: {source} has no weights of the name {cfg.value!r}; it has {content}: give value="
+        )
     files, record = saved
     if names := record.get(NOT_FINITE):
         raise CheckpointError(
@@ -66,18 +68,18 @@ def main(cfg: Export) -> Path:
     check_sizes(folder, files)
     about: Any = record.get("model")
     if record["adapter"] or about is None:
-        what = "an adapter alone" if record["adapter"] else "the weights of a model that only its program knows"
-        there = f"trainer.export(trainer.restore({str(folder)!r}).params, {str(target)!r})"
-        raise CheckpointError(f"export: {folder} has {what}; export in the program: {there}")
+        kind = "an adapter alone" if record["adapter"] else "the weights of a model that only its program knows"
+        content = f"trainer.export(trainer.restore({str(folder)!r}).params, {str(target)!r})"
+        raise CheckpointError(f"export: {folder} has {kind}; export in the program: {content}")
     dtype = getattr(torch, cfg.dtype or about["dtype"])
     target.mkdir(parents=True, exist_ok=True)
     names = [name.removeprefix(f"{DESCRIPTION}/") for name in files if name.startswith(f"{DESCRIPTION}/")]
     with on_disk(folder / DESCRIPTION, names) as described:
-        export_described(weights(folder), described, about["head"], dtype, target, cfg.trust_remote_code)
+        export_described(iter_weights(folder), described, about["head"], dtype, target, cfg.trust_remote_code)
     return target
 
 
-def _checkpoint(run: Folder, which: str) -> tuple[Folder, Folder]:
+def _find_checkpoint(run: Folder, which: str) -> tuple[Folder, Folder]:
     """The folder of a run, and that of the checkpoint."""
     if not isinstance(run, Path):
         if (run / MANIFEST).is_file():
@@ -88,16 +90,16 @@ def _checkpoint(run: Folder, which: str) -> tuple[Folder, Folder]:
         )
     if run.parent.parent.name == "checkpoints" and run.is_dir():
         return run.parents[2], run
-    found = checkpoint.checkpoints(run / "checkpoints" / "train")
-    if not found:
+    checkpoints = checkpoint.checkpoints(run / "checkpoints" / "train")
+    if not checkpoints:
         raise CheckpointError(f"export: {run} has no checkpoints, which a run has in checkpoints/train")
-    good = checkpoint.finite(found) or found  # where none is finite, the newest is refused by its name
+    good = checkpoint.finite(checkpoints) or checkpoints  # If none is finite, an error names the newest.
     if which == "newest":
         return run, good[-1].folder
     if which == "best":
-        return run, (checkpoint.best(good, kept(run)) or good[-1]).folder
-    for each in found:
-        if each.folder.name.lstrip("0") == which.lstrip("0"):
-            return run, each.folder
-    names = ", ".join(each.folder.name for each in found)
+        return run, (checkpoint.best(good, retention_of(run)) or good[-1]).folder
+    for candidate in checkpoints:
+        if candidate.folder.name.lstrip("0") == which.lstrip("0"):
+            return run, candidate.folder
+    names = ", ".join(candidate.folder.name for candidate in checkpoints)
     raise CheckpointError(f"export: {run} has no checkpoint {which!r}; it has {names}")

@@ -16,9 +16,9 @@ import uvloop
 
 from nrl.arguments import checked
 from nrl.backends import Model, Sampling
-from nrl.cli.evaluation import exported, sampler_of
+from nrl.cli.evaluation import find_model, make_sampler
 from nrl.errors import ConfigError
-from nrl.gym.endpoint.answering import Answers
+from nrl.gym.endpoint.answering import SamplerAnswers
 from nrl.gym.endpoint.application import LARGEST, application
 from nrl.gym.http.front import allowed_hosts
 from nrl.gym.http.serve_app import address, check_reach
@@ -90,8 +90,8 @@ def main(cfg: Serving, ready: Callable[[str], Any] = print) -> None:
         ready: is told, once clients can ask, what they need.
 
     Raises:
-        ConfigError: an argument of the sampler is unknown; or other machines could reach it, and there is no token.
-        ModelError: there is no such model.
+        ConfigError: an argument of the sampler is unknown; or other machines reach the server, and no token is set.
+        ModelError: the model does not exist.
         OSError: the port is taken.
     """
     token = cfg.token
@@ -101,30 +101,30 @@ def main(cfg: Serving, ready: Callable[[str], Any] = print) -> None:
     except ValueError as error:
         raise ConfigError(f"{error} (a token is given as token_file=FILE or NRL_SERVE_TOKEN)") from None
     with ExitStack() as stack:
-        on = stack.enter_context(listening(cfg.host, cfg.port, "serve"))
-        model = Model(exported(cfg.model), dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
-        answers = Answers(sampler_of("serve", cfg, model, cfg.sampling, stack), ids=cfg.ids)
-        name, url = cfg.name or cfg.model, address(cfg.host, on.getsockname()[1])
+        socket = stack.enter_context(listening(cfg.host, cfg.port, "serve"))
+        model = Model(find_model(cfg.model), dtype=cfg.dtype, trust_remote_code=cfg.trust_remote_code)
+        answers = SamplerAnswers(make_sampler("serve", cfg, model, cfg.sampling, stack), ids=cfg.ids)
+        name, url = cfg.name or cfg.model, address(cfg.host, socket.getsockname()[1])
         if token is None and cfg.auth == "none":
             warnings.warn(f"serve: {url} takes requests from every machine that reaches it", stacklevel=2)
 
-        def known(key: str) -> Answers | None:
+        def authenticate(key: str) -> SamplerAnswers | None:
             return answers if token is None or hmac.compare_digest(key.encode(), token.encode()) else None
 
         def stop(listener: Listener) -> None:
             listener.stop()
-            asyncio.get_running_loop().call_later(_GRACE / 2, answers.close)  # who still waits is told so
+            asyncio.get_running_loop().call_later(_GRACE / 2, answers.close)  # Waiting clients get an error.
 
         async def serve() -> None:
             hosts = allowed_hosts(cfg.host, cfg.hosts, secured=token is not None)
-            aliases = [] if cfg.name else [Path(cfg.model).name]  # a folder is known by its own name, too
-            listener = Listener(application(known, name, aliases=aliases, largest=cfg.largest), _GRACE, hosts)
-            for each in (signal.SIGINT, signal.SIGTERM):
-                with suppress(ValueError, NotImplementedError, RuntimeError):  # in another thread than the main one
-                    asyncio.get_running_loop().add_signal_handler(each, stop, listener)
+            aliases = [] if cfg.name else [Path(cfg.model).name]  # A folder also answers to its own name.
+            listener = Listener(application(authenticate, name, aliases=aliases, largest=cfg.largest), _GRACE, hosts)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                with suppress(ValueError, NotImplementedError, RuntimeError):  # Signal handlers need the main thread.
+                    asyncio.get_running_loop().add_signal_handler(number, stop, listener)
             key = "any" if token is None else "..."
-            said = f"serve: {name} is ready: OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key} OPENAI_MODEL={name}"
-            await listener.answer(on, lambda: ready(said))
+            message = f"serve: {name} is ready: OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key} OPENAI_MODEL={name}"
+            await listener.answer(socket, lambda: ready(message))
 
         uvloop.run(serve())
         if answers.busy:  # a thread that decodes cannot be ended, and torch aborts a process that ends around it

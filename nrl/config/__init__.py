@@ -31,15 +31,15 @@ import yaml
 from nrl.config._usage import usage
 from nrl.config._yaml import Problems, Word, mapping, parse, write
 from nrl.config.expansion import expand_variables
-from nrl.config.layers import Layer, explain, merged, read
+from nrl.config.layers import ConfigLayer, explain, merge_values, read_file
 from nrl.config.structure import fields, structure
 from nrl.errors import ConfigError
 
-__all__ = ["derived", "dump", "given", "load", "option"]
+__all__ = ["derived", "dump", "given_keys", "load", "option"]
 
 
 def option[T](default: T, *, help: str, validator: Callable[[Any, Any, T], Any] | None = None) -> T:
-    """A field of a configuration with a default and the line that ``--help`` prints for it.
+    """Define a field of a configuration with a default and the line that ``--help`` prints for it.
 
     ``--help`` also prints the comment at the end of a field's line in the source, so use this for computed texts. A
     field without a default takes ``attrs.field(metadata={"help": ...})`` instead.
@@ -58,14 +58,14 @@ def option[T](default: T, *, help: str, validator: Callable[[Any, Any, T], Any] 
     >>> Config().steps
     100
     """
-    made: Any = attrs.Factory(default.copy) if isinstance(default, list | dict) else default
-    return attrs.field(default=made, validator=validator, metadata={"help": help})  # type: ignore[no-any-return]
+    instance: Any = attrs.Factory(default.copy) if isinstance(default, list | dict) else default
+    return attrs.field(default=instance, validator=validator, metadata={"help": help})  # type: ignore[no-any-return]
 
 
 def derived(
     default: Callable[[Any], Any], *, help: str = "", validator: Callable[[Any, Any, Any], Any] | None = None
 ) -> Any:
-    """A field of a configuration whose default depends on the fields before it.
+    """Define a field of a configuration whose default depends on the fields before it.
 
     Args:
         default: from the instance, with the fields before this one, to the default.
@@ -82,8 +82,8 @@ def derived(
     >>> Config().lr, Config("a-real-one").lr
     (0.001, 1e-06)
     """
-    made = attrs.Factory(default, takes_self=True)
-    return attrs.field(default=made, validator=validator, metadata={"help": help} if help else {})
+    instance = attrs.Factory(default, takes_self=True)
+    return attrs.field(default=instance, validator=validator, metadata={"help": help} if help else {})
 
 
 def load[T](
@@ -134,13 +134,13 @@ def load[T](
     if not problems:
         values: Any = {}
         for layer in layers:
-            values = merged(values, layer.values)
+            values = merge_values(values, layer.values)
         try:
-            made: T = structure(expand_variables(values), cls)
+            instance: T = structure(expand_variables(values), cls)
         except Problems as error:
-            problems = [explain(cls, path, text, layers) for path, text in error.found]
+            problems = [explain(cls, path, text, layers) for path, text in error.problems]
         else:
-            return made
+            return instance
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     raise ConfigError("\n  ".join([f"{caller or f'load({cls.__name__})'}: {count}", *problems]))
 
@@ -157,7 +157,7 @@ def dump(config: Any, mask: Callable[[Any], Any] | None = None) -> str:
         YAML text that readers of YAML 1.1 and 1.2 agree about.
 
     Raises:
-        ConfigError: it is not an attrs instance, or holds a value that YAML has no plain form for.
+        ConfigError: ``config`` is no attrs instance, or holds a value without a plain form in YAML.
 
     >>> @attrs.frozen
     ... class Config:
@@ -179,8 +179,8 @@ def dump(config: Any, mask: Callable[[Any], Any] | None = None) -> str:
         raise ConfigError(f"dump({type(config).__name__}): a value has no form in YAML: {reason}") from None
 
 
-def given(cls: type, args: Sequence[str]) -> frozenset[str]:
-    """The keys that files and arguments say, as ``key`` and ``key.sub``, of what `load` can read.
+def given_keys(cls: type, args: Sequence[str]) -> frozenset[str]:
+    """Return the keys that files and arguments set, as ``key`` and ``key.sub``.
 
     >>> @attrs.frozen
     ... class Optimizer:
@@ -189,25 +189,25 @@ def given(cls: type, args: Sequence[str]) -> frozenset[str]:
     ... class Config:
     ...     steps: int = 100
     ...     optimizer: Optimizer = Optimizer()
-    >>> sorted(given(Config, ["optimizer.lr=1e-4"]))
+    >>> sorted(given_keys(Config, ["optimizer.lr=1e-4"]))
     ['optimizer', 'optimizer.lr']
     """
-    found = set[str]()
+    keys = set[str]()
 
     def see(above: str, values: Any) -> None:
         for key, value in (mapping(values) or {}).items():
-            found.add(f"{above}{key}")
+            keys.add(f"{above}{key}")
             see(f"{above}{key}.", value)
 
     for layer in _layers(cls, args)[0]:
         see("", layer.values)
-    return frozenset(found)
+    return frozenset(keys)
 
 
-def _layers(cls: type, args: Sequence[str]) -> tuple[list[Layer], list[str]]:
-    """The settings of the files, then of the pairs; and their problems."""
-    files: list[Layer] = []
-    pairs: list[Layer] = []
+def _layers(cls: type, args: Sequence[str]) -> tuple[list[ConfigLayer], list[str]]:
+    """Read the settings of the files, then of the pairs; return them and their problems."""
+    files: list[ConfigLayer] = []
+    pairs: list[ConfigLayer] = []
     problems: list[str] = []
     config_is_file = all(field.alias != "config" for field in fields(cls))
     for arg in args:
@@ -218,17 +218,17 @@ def _layers(cls: type, args: Sequence[str]) -> tuple[list[Layer], list[str]]:
             values: Any = Word(text)
             for part in reversed(key.split(".")):
                 values = {Word(part): values}
-            pairs.append(Layer("the command line", values))
+            pairs.append(ConfigLayer("the command line", values))
             if not all(key.split(".")):
                 problems.append(f"{arg}: a part of the key is empty; write key=value or key.sub=value")
         else:
             path = text if equals and key == "config" else arg
             try:
-                files.append(Layer(path, read(Path(path))))
+                files.append(ConfigLayer(path, read_file(Path(path))))
             except OSError as error:
                 problems.append(f"{path}: cannot be read: {error.strerror}")
             except ValueError as error:  # TOML or UTF-8 that cannot be decoded
                 problems.append(f"{path}: not valid: {error}")
             except Problems as error:
-                problems += [f"{path}: {text}" for _, text in error.found]
+                problems += [f"{path}: {text}" for _, text in error.problems]
     return [*files, *pairs], problems

@@ -18,7 +18,7 @@ __all__ = ["keys", "usage"]
 
 
 def usage(cls: type, program: str) -> str:
-    """The text of ``--help``.
+    """Return the text of ``--help``.
 
     >>> print(usage(attrs.make_class("Job", {"steps": attrs.field(default=3, type=int)}), "job"))
     usage: job [FILE.yaml | FILE.toml | config=FILE ...] [key=value ...]

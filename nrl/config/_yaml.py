@@ -9,16 +9,16 @@ from typing import Any
 import attrs
 import yaml
 
-__all__ = ["Found", "Problems", "Word", "mapping", "parse", "word_items", "write"]
+__all__ = ["Problem", "Problems", "Word", "mapping", "parse", "word_items", "write"]
 
-type Found = tuple[tuple[Any, ...], str]
+type Problem = tuple[tuple[Any, ...], str]
 
 
 class Problems(Exception):
     """The problems of a value: pairs of a path below the value and a text."""
 
-    def __init__(self, *found: Found) -> None:
-        self.found = found
+    def __init__(self, *found: Problem) -> None:
+        self.problems = found
 
 
 class Word(str):
@@ -44,9 +44,9 @@ class _Loader(yaml.SafeLoader):
                 raise yaml.MarkedYAMLError(problem=f"the key '{key.value}' occurs twice", problem_mark=key.start_mark)
             seen.add((key.tag, key.value))
             lines[key.value] = key.start_mark.line + 1
-        made = _Section(self.construct_mapping(node, deep=True))
-        made.lines = lines
-        return made
+        section = _Section(self.construct_mapping(node, deep=True))
+        section.lines = lines
+        return section
 
 
 class _WordLoader(_Loader):

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from nrl.config._yaml import Found, Problems, Word
+from nrl.config._yaml import Problem, Problems, Word
 
 __all__ = ["ENVIRONMENT", "expand_home", "expand_variables", "find_references", "variable_value"]
 
@@ -28,7 +28,7 @@ def expand_variables(value: Any) -> Any:
         value: mappings, lists and scalars.
 
     Raises:
-        Problems: there is no such environment variable, and no default for it.
+        Problems: an environment variable is not set and has no default.
 
     >>> import os
     >>> os.environ["RUNS"] = "/data/runs"
@@ -41,17 +41,17 @@ def expand_variables(value: Any) -> Any:
         items = {index: _expand_item(index, item) for index, item in enumerate(value)}
     else:
         return _expand_text(value) if isinstance(value, str) else value
-    if problems := [problem for _, found in items.values() for problem in found]:
+    if problems := [problem for _, problems_of_item in items.values() for problem in problems_of_item]:
         raise Problems(*problems)
     values = {key: item for key, (item, _) in items.items()}
     return values if isinstance(value, Mapping) else list(values.values())
 
 
-def _expand_item(key: Any, value: Any) -> tuple[Any, list[Found]]:
+def _expand_item(key: Any, value: Any) -> tuple[Any, list[Problem]]:
     try:
         return expand_variables(value), []
     except Problems as error:
-        return None, [((key, *path), text) for path, text in error.found]
+        return None, [((key, *path), text) for path, text in error.problems]
 
 
 def _expand_text(text: str) -> str:
@@ -62,12 +62,12 @@ def _expand_text(text: str) -> str:
             value = variable_value(body, _expand_text)
         except KeyError as error:
             name = error.args[0]
-            found = f"{text[start:end]}: there is no environment variable {name}; set it"
-            raise Problems(((), found if name else f"{text[start:end]}: it names no environment variable")) from None
+            message = f"{text[start:end]}: there is no environment variable {name}; set it"
+            raise Problems(((), message if name else f"{text[start:end]}: it names no environment variable")) from None
         result, last = result + text[last:start] + value, end
     result += text[last:]
-    whole = [(start, end) for start, end, _ in spans] == [(0, len(text))]
-    return Word(result) if isinstance(text, Word) or whole else result
+    is_reference = [(start, end) for start, end, _ in spans] == [(0, len(text))]
+    return Word(result) if isinstance(text, Word) or is_reference else result
 
 
 def find_references(text: str) -> Iterator[tuple[int, int, str]]:
@@ -79,11 +79,11 @@ def find_references(text: str) -> Iterator[tuple[int, int, str]]:
     start = text.find("${")
     while start >= 0:
         depth = 0
-        for place in range(start + 1, len(text)):
-            depth += (text[place] == "{") - (text[place] == "}")
+        for index in range(start + 1, len(text)):
+            depth += (text[index] == "{") - (text[index] == "}")
             if not depth:
-                yield start, place + 1, text[start + 2 : place]
-                start = place
+                yield start, index + 1, text[start + 2 : index]
+                start = index
                 break
         start = text.find("${", start + 1)
 
@@ -93,10 +93,10 @@ def variable_value(body: str, expand: Callable[[str], str]) -> str:
 
     Args:
         body: what stands within the reference, such as ``"oc.env:NAME,default"``.
-        expand: expands a default, which is looked at only where there is no such variable.
+        expand: expands the default, if the variable is not set.
 
     Raises:
-        KeyError: there is no such variable, and no default; its argument is the name.
+        KeyError: the variable is not set and has no default; its argument is the name.
 
     >>> variable_value("oc.env:NOT_SET, ${b}", str.upper)
     '${B}'

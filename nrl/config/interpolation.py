@@ -8,16 +8,16 @@ from nrl.config._yaml import Word
 from nrl.config.expansion import ENVIRONMENT, find_references, variable_value
 from nrl.errors import ConfigError
 
-__all__ = ["interpolated", "references"]
+__all__ = ["interpolate", "references"]
 
 _REFERENCE = re.compile(r"\\?\$\{([^{}]*)\}")  # the innermost ones
-_MISSING = "???"  # as in OmegaConf: somebody else has to give it
+_MISSING = "???"  # OmegaConf has the same mark of a missing value.
 
 
-def interpolated(
-    values: Mapping[str, Any], keys: Iterable[str] | None = None, *, more: Callable[[str], Any] | None = None
+def interpolate(
+    values: Mapping[str, Any], keys: Iterable[str] | None = None, *, fallback: Callable[[str], Any] | None = None
 ) -> dict[str, Any]:
-    """The values, with others in place of their references.
+    """Replace the references in values.
 
     A text that is one reference becomes the value itself, of whatever type; within a longer text a reference stands for
     the value as text. ``${a.b}`` is the full path of a key. ``${oc.env:NAME}`` and ``${oc.env:NAME,default}`` are
@@ -26,33 +26,33 @@ def interpolated(
     Args:
         values: mappings, lists and scalars.
         keys: of the values, which are returned, whatever the others lack; None: all.
-        more: from the first name of a path that ``values`` lack to its value, or None.
+        fallback: from the first name of a path that ``values`` lack to its value, or None.
 
     Raises:
         ConfigError: a reference leads nowhere, or in a circle, or a mapping or list stands within a text.
 
-    >>> interpolated(
+    >>> interpolate(
     ...     {"host": "10.0.0.5", "port": 8000, "model": {"url": "http://${host}:${port}/v1", "port": "${port}"}}
     ... )
     {'host': '10.0.0.5', 'port': 8000, 'model': {'url': 'http://10.0.0.5:8000/v1', 'port': 8000}}
-    >>> interpolated({"a": "${b}", "b": "${a}"})
+    >>> interpolate({"a": "${b}", "b": "${a}"})
     Traceback (most recent call last):
     nrl.errors.ConfigError: b: ${a} leads back to itself: a -> b -> a; give one of them a value
     """
-    finder = _Finder(values, more or (lambda name: None))
-    wanted = values if keys is None else [key for key in keys if key in values]
-    return {key: finder.value((str(key),), values[key], (str(key),)) for key in wanted}
+    finder = _Finder(values, fallback or (lambda name: None))
+    chosen = values if keys is None else [key for key in keys if key in values]
+    return {key: finder.value((str(key),), values[key], (str(key),)) for key in chosen}
 
 
 def references(value: Any) -> set[str]:
-    """The first names of all paths that references name.
+    """Return the first names of the paths of all references.
 
     >>> sorted(references({"url": "http://${host}:${ports.judge}", "price": "\\\\${5}"}))
     ['host', 'ports']
     """
     if isinstance(value, str):
-        found = {match[1].strip() for match in _REFERENCE.finditer(value) if match[0][0] == "$"}
-        return {name.split(".")[0] for name in found if not name.startswith(ENVIRONMENT)}
+        paths = {match[1].strip() for match in _REFERENCE.finditer(value) if match[0][0] == "$"}
+        return {name.split(".")[0] for name in paths if not name.startswith(ENVIRONMENT)}
     items: Iterable[Any] = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
     return set[str]().union(*map(references, items))
 
@@ -60,15 +60,15 @@ def references(value: Any) -> set[str]:
 class _Finder:
     """Follows references; a chain has the paths that are being looked for."""
 
-    def __init__(self, values: Mapping[str, Any], more: Callable[[str], Any]) -> None:
-        self._values, self._more = values, more
+    def __init__(self, values: Mapping[str, Any], fallback: Callable[[str], Any]) -> None:
+        self._values, self._fallback = values, fallback
 
     def value(self, path: tuple[str, ...], value: Any, chain: tuple[str, ...]) -> Any:
-        """A value at a path, with others in place of its references."""
+        """Return the value at a path, with its references replaced."""
         if isinstance(value, Mapping):
             return {key: self.value((*path, str(key)), item, chain) for key, item in value.items()}
         if isinstance(value, list):
-            return [self.value((*path, str(at)), item, chain) for at, item in enumerate(value)]
+            return [self.value((*path, str(index)), item, chain) for index, item in enumerate(value)]
         if not isinstance(value, str):
             return value
         where = ".".join(path)
@@ -76,67 +76,75 @@ class _Finder:
             raise ConfigError(f"{where}: the file leaves it open (???); give it, as {where}=VALUE")
         spans = list(find_references(value))
         if spans and spans[0][:2] == (0, len(value)):
-            return self._named(where, value, spans[0][2].strip(), chain)
+            return self._look_up(where, value, spans[0][2].strip(), chain)
         text, last = "", 0
         for start, end, body in spans:
             if value[start - 1 : start] == "\\":
                 text, last = text + value[last : start - 1] + value[start:end], end
                 continue
-            told = value[start:end]
-            text += value[last:start] + _text(where, told, self._named(where, told, body.strip(), chain))
+            reference = value[start:end]
+            text += value[last:start] + _text(where, reference, self._look_up(where, reference, body.strip(), chain))
             last = end
         text += value[last:]
         return Word(text) if isinstance(value, Word) else text
 
-    def _named(self, where: str, told: str, name: str, chain: tuple[str, ...]) -> Any:
+    def _look_up(self, where: str, reference: str, name: str, chain: tuple[str, ...]) -> Any:
         if name.startswith(ENVIRONMENT):
 
             def expand(default: str) -> str:
-                return _text(where, told, self.value((where,), default, chain))
+                return _text(where, reference, self.value((where,), default, chain))
 
             try:
                 return Word(variable_value(name, expand))
             except KeyError as error:
                 variable = error.args[0]
-                raise ConfigError(f"{where}: {told}: there is no environment variable {variable}; set it") from None
+                raise ConfigError(
+                    f"{where}: {reference}: there is no environment variable {variable}; set it"
+                ) from None
         if name.startswith("env:"):
             name = name.removeprefix("env:")
-            raise ConfigError(f"{where}: {told} is no reference; write ${{oc.env:{name}}} for an environment variable")
+            raise ConfigError(
+                f"{where}: {reference} is no reference; write ${{oc.env:{name}}} for an environment variable"
+            )
         parts = name.split(".")
         if not all(parts) or ":" in name:
-            raise ConfigError(f"{where}: {told} is no reference; write the full path of a key, as in ${{judge.url}}")
+            raise ConfigError(
+                f"{where}: {reference} is no reference; write the full path of a key, as in ${{judge.url}}"
+            )
         if name in chain:
             circle = " -> ".join([*chain[chain.index(name) :], name])
-            raise ConfigError(f"{where}: {told} leads back to itself: {circle}; give one of them a value")
-        found: Any = self._values
-        for at, part in enumerate(parts):
-            if isinstance(found, list) and part.isdigit() and int(part) < len(found):
-                found = found[int(part)]
-            elif isinstance(found, Mapping) and part in found:
-                found = found[part]
+            raise ConfigError(f"{where}: {reference} leads back to itself: {circle}; give one of them a value")
+        target: Any = self._values
+        for index, part in enumerate(parts):
+            if isinstance(target, list) and part.isdigit() and int(part) < len(target):
+                target = target[int(part)]
+            elif isinstance(target, Mapping) and part in target:
+                target = target[part]
             else:
-                found = self._more(part) if at == 0 else None
-                if found is None:
-                    raise ConfigError(_nowhere(where, told, parts, at))
-            if at < len(parts) - 1 and isinstance(found, str):
-                found = self.value(tuple(parts[: at + 1]), found, (*chain, name))
-        return self.value(tuple(parts), found, (*chain, name))
+                target = self._fallback(part) if index == 0 else None
+                if target is None:
+                    raise ConfigError(_make_missing_message(where, reference, parts, index))
+            if index < len(parts) - 1 and isinstance(target, str):
+                target = self.value(tuple(parts[: index + 1]), target, (*chain, name))
+        return self.value(tuple(parts), target, (*chain, name))
 
 
-def _nowhere(where: str, told: str, parts: list[str], at: int) -> str:
-    name = ".".join(parts[: at + 1])
-    if at or len(parts) > 1:
-        return f"{where}: {told}: there is no {name}; give {'.'.join(parts)}=VALUE, or add it to the file"
+def _make_missing_message(where: str, reference: str, parts: list[str], index: int) -> str:
+    name = ".".join(parts[: index + 1])
+    if index or len(parts) > 1:
+        return f"{where}: {reference}: there is no {name}; give {'.'.join(parts)}=VALUE, or add it to the file"
     return (
-        f"{where}: {told}: there is no {name}; give {name}=VALUE, or {name}: VALUE in env.yaml, or the environment "
-        f"variable {name.upper()}"
+        f"{where}: {reference}: there is no {name}; give {name}=VALUE, or {name}: VALUE in env.yaml, or the "
+        f"environment variable {name.upper()}"
     )
 
 
-def _text(where: str, told: str, value: Any) -> str:
+def _text(where: str, reference: str, value: Any) -> str:
     if isinstance(value, Mapping | list):
         kind = "mapping" if isinstance(value, Mapping) else "list"
-        raise ConfigError(f"{where}: {told} is a {kind}, which cannot stand within a text; refer to one of its values")
+        raise ConfigError(
+            f"{where}: {reference} is a {kind}, which cannot stand within a text; refer to one of its values"
+        )
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return str(value)

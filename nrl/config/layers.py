@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 from nrl.arguments import similar_name
 from nrl.config._usage import keys
 from nrl.config._yaml import Problems, Word, mapping, parse
-from nrl.config.structure import Unknown, found
+from nrl.config.structure import Unknown, describe_value
 
-__all__ = ["Layer", "explain", "is_file_name", "merged", "read"]
+__all__ = ["ConfigLayer", "explain", "is_file_name", "merge_values", "read_file"]
 
 _SUFFIXES = (".yaml", ".yml", ".toml")
 
 
-class Layer(NamedTuple):
+class ConfigLayer(NamedTuple):
     """Some values, and where they come from."""
 
     source: str
@@ -23,7 +23,7 @@ class Layer(NamedTuple):
 
 
 def is_file_name(text: str) -> bool:
-    """Whether it is the name of a file of settings.
+    """Return whether a text is the name of a file of settings.
 
     >>> is_file_name("runs/Big.YAML"), is_file_name("lr=1e-3")
     (True, False)
@@ -31,11 +31,11 @@ def is_file_name(text: str) -> bool:
     return text.lower().endswith(_SUFFIXES)
 
 
-def read(path: Path) -> Any:
-    """The mapping that a YAML or TOML file holds.
+def read_file(path: Path) -> Any:
+    """Read the mapping of a YAML or TOML file.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
         ValueError: TOML or UTF-8 that cannot be decoded.
         Problems: YAML that is not valid, or no mapping.
     """
@@ -44,14 +44,14 @@ def read(path: Path) -> Any:
     text = path.read_text(encoding="utf-8-sig")
     values = tomllib.loads(text) if path.suffix.lower() == ".toml" else parse(text)
     if values is not None and not isinstance(values, Mapping):
-        raise Problems(((), f"expected a mapping of keys to values, found {found(values)}"))
+        raise Problems(((), f"expected a mapping of keys to values, found {describe_value(values)}"))
     return values or {}
 
 
-def merged(base: Any, over: Any) -> Any:
+def merge_values(base: Any, over: Any) -> Any:
     """Lay one value over another: mappings key by key, anything else whole.
 
-    >>> merged({"lr": 1, "betas": [1, 2]}, {"betas": [3]})
+    >>> merge_values({"lr": 1, "betas": [1, 2]}, {"betas": [3]})
     {'lr': 1, 'betas': [3]}
     """
     if not isinstance(base, Mapping) and not isinstance(over, Mapping):
@@ -59,11 +59,11 @@ def merged(base: Any, over: Any) -> Any:
     old, new = mapping(base), mapping(over)
     if old is None or new is None:
         return over
-    return {**old, **{key: merged(old[key], value) if key in old else value for key, value in new.items()}}
+    return {**old, **{key: merge_values(old[key], value) if key in old else value for key, value in new.items()}}
 
 
-def explain(cls: type, path: tuple[Any, ...], text: str, layers: Sequence[Layer]) -> str:
-    """A problem in one line: the key, the text, the source."""
+def explain(cls: type, path: tuple[Any, ...], text: str, layers: Sequence[ConfigLayer]) -> str:
+    """Describe a problem in one line: key, text, source."""
     dotted = ".".join(map(str, path))
     if isinstance(text, Unknown):
         *above, last = map(str, path)
@@ -79,8 +79,8 @@ def explain(cls: type, path: tuple[Any, ...], text: str, layers: Sequence[Layer]
     return f"{dotted}: {text}{origin}" if dotted else text
 
 
-def _origin(path: tuple[Any, ...], layer: Layer) -> str:
-    """The source and line of a value, if this layer sets it; else empty."""
+def _origin(path: tuple[Any, ...], layer: ConfigLayer) -> str:
+    """Return source and line of a value, if this layer sets it; else empty."""
     value, line = layer.values, None
     for key in path:
         if isinstance(value, Word):  # the rest of the path is inside the text

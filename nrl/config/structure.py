@@ -16,11 +16,11 @@ import attrs
 import cattrs
 
 from nrl.arguments import with_article
-from nrl.config._yaml import Found, Problems, Word, mapping, parse, word_items
+from nrl.config._yaml import Problem, Problems, Word, mapping, parse, word_items
 from nrl.config.expansion import expand_home
 from nrl.errors import ArgumentError
 
-__all__ = ["Unknown", "default_of", "fields", "found", "name", "sections", "structure"]
+__all__ = ["Unknown", "default_of", "describe_value", "fields", "name", "sections", "structure"]
 
 _UNIONS = (Union, UnionType)
 _HINTS = {bool: "; write true or false", str: "; put it in quotes", list: "; write [a, b]", tuple: "; write [a, b]"}
@@ -33,21 +33,21 @@ class Unknown(str):
 
 
 def fields(cls: Any) -> list[Any]:
-    """The attrs fields of a class that ``__init__`` takes, with resolved types."""
+    """Return the attrs fields of a class that ``__init__`` takes, with resolved types."""
     return [field for field in attrs.fields(attrs.resolve_types(cls)) if field.init]
 
 
-def default_of(field: Any, others: Any = None) -> Any:
-    """A field's default. NOTHING: it has none, or it depends on other fields and ``others`` is not given."""
+def default_of(field: Any, other_fields: Any = None) -> Any:
+    """Return a field's default. NOTHING: it has none, or depends on ``other_fields``, which are not given."""
     if not isinstance(field.default, attrs.Factory):  # type: ignore[arg-type]
         return field.default
     if field.default.takes_self:
-        return attrs.NOTHING if others is None else field.default.factory(others)
+        return attrs.NOTHING if other_fields is None else field.default.factory(other_fields)
     return field.default.factory()
 
 
-def _bare(kind: Any) -> Any:
-    """A type without its alias, new name or annotations."""
+def _strip_alias(kind: Any) -> Any:
+    """Return a type without its alias, new name or annotations."""
     while isinstance(kind, TypeAliasType | NewType) or get_origin(kind) is Annotated:
         match kind:
             case TypeAliasType():
@@ -61,7 +61,7 @@ def _bare(kind: Any) -> Any:
 
 def sections(kind: Any) -> list[type]:
     """The attrs classes in a type: the type itself, or members of the union."""
-    members = get_args(_bare(kind)) if get_origin(_bare(kind)) in _UNIONS else [_bare(kind)]
+    members = get_args(_strip_alias(kind)) if get_origin(_strip_alias(kind)) in _UNIONS else [_strip_alias(kind)]
     return [member for member in members if isinstance(member, type) and attrs.has(member)]
 
 
@@ -76,7 +76,7 @@ def name(kind: Any) -> str:
     """
     if isinstance(kind, list):  # the arguments of a function
         return f"[{', '.join(map(name, kind))}]"
-    kind = _bare(kind)
+    kind = _strip_alias(kind)
     origin, args = get_origin(kind), get_args(kind)
     if origin is Literal:
         return " or ".join(map(repr, args))
@@ -90,8 +90,8 @@ def name(kind: Any) -> str:
     return f"{text}[{', '.join(map(name, args))}]" if args else text
 
 
-def found(value: Any) -> str:
-    """A value and its type, for a message."""
+def describe_value(value: Any) -> str:
+    """Describe a value and its type, for a message."""
     return "null" if value is None else f"{reprlib.repr(value)} ({with_article(type(value).__name__)})"
 
 
@@ -109,20 +109,20 @@ def _wrong(kind: Any, value: Any) -> Problems:
     hint = _HINTS.get(get_origin(kind) or kind, "")
     if len(sections(kind)) == 1:
         hint = f"; its keys are {', '.join(field.alias for field in fields(sections(kind)[0]))}"
-    return Problems(((), f"expected {name(kind)}, found {found(value)}{hint}"))
+    return Problems(((), f"expected {name(kind)}, found {describe_value(value)}{hint}"))
 
 
 # --- Structuring. A hook returns a value of the type or raises Problems, and nothing else.
 
 
-def _each(items: Iterable[tuple[Any, Any, Any]]) -> tuple[dict[Any, Any], list[Found]]:
+def _each(items: Iterable[tuple[Any, Any, Any]]) -> tuple[dict[Any, Any], list[Problem]]:
     """Structure (key, value, type) triples: the values that have their types, and the problems of the others."""
     done, problems = {}, []
     for key, value, kind in items:
         try:
             done[key] = structure(value, kind)
         except Problems as error:
-            problems += [((key, *path), text) for path, text in error.found]
+            problems += [((key, *path), text) for path, text in error.problems]
     return done, problems
 
 
@@ -156,10 +156,10 @@ def _choice(value: Any, kind: Any) -> Any:
     if isinstance(value, Enum):  # a default
         return value
     choices = [(x, x) for x in get_args(kind)] or [(member.value, member) for member in kind]
-    for wanted in [str(value), _reading(value)] if isinstance(value, Word) else [value]:
-        for choice, made in choices:
-            if type(choice) is type(wanted) and choice == wanted:
-                return made
+    for candidate in [str(value), _reading(value)] if isinstance(value, Word) else [value]:
+        for choice, member_value in choices:
+            if type(choice) is type(candidate) and choice == candidate:
+                return member_value
     raise _wrong(kind, value)
 
 
@@ -177,8 +177,8 @@ def _union(value: Any, kind: Any) -> Any:
     for member in sorted(members, key=lambda member: member is str):  # every text fits str, so it comes last
         with contextlib.suppress(Problems):
             fits[member] = structure(value, member)
-    if len(several := [name(member) for member in fits if attrs.has(member)]) > 1:
-        raise Problems(((), f"fits {' and '.join(several)}; give a key that only one of them has"))
+    if len(sections_that_fit := [name(member) for member in fits if attrs.has(member)]) > 1:
+        raise Problems(((), f"fits {' and '.join(sections_that_fit)}; give a key that only one of them has"))
     if not fits and mapping(value) is not None and len(sections(kind)) == 1:
         return structure(value, sections(kind)[0])  # says which of its keys are wrong
     if not fits:
@@ -199,22 +199,22 @@ def _sequence(value: Any, kind: Any) -> Any:
 
 
 def _table(value: Any, kind: Any) -> Any:
-    given = mapping(value)
-    if given is None:
+    items = mapping(value)
+    if items is None:
         raise _wrong(kind, value)
     key_kind, item_kind = get_args(kind) or (Any, Any)
-    keys, bad_keys = _each((key, key, key_kind) for key in given)
-    done, bad_items = _each((key, item, item_kind) for key, item in given.items())
+    keys, bad_keys = _each((key, key, key_kind) for key in items)
+    done, bad_items = _each((key, item, item_kind) for key, item in items.items())
     if bad_keys or bad_items:
         raise Problems(*bad_keys, *bad_items)
     return {keys[key]: item for key, item in done.items()}
 
 
-def _fill(kind: Any, instance: Any, given: Any) -> Any:
+def _fill(kind: Any, instance: Any, overrides: Any) -> Any:
     """Lay the given values of a section over the instance that is its default."""
-    new = mapping(given) if sections(kind) == [type(instance)] else None
+    new = mapping(overrides) if sections(kind) == [type(instance)] else None
     if new is None:
-        return given
+        return overrides
     kinds = {field.alias: field.type for field in fields(type(instance))}
     old = {field.alias: getattr(instance, field.name) for field in fields(type(instance))}
     return {**old, **{key: _fill(kinds[key], old[key], new[key]) if key in kinds else new[key] for key in new}}
@@ -223,44 +223,46 @@ def _fill(kind: Any, instance: Any, given: Any) -> Any:
 def _section(value: Any, cls: Any) -> Any:
     if isinstance(value, cls):
         return value
-    given = mapping(value)
-    if given is None:
+    overrides = mapping(value)
+    if overrides is None:
         raise _wrong(cls, value)
-    known = {field.alias: field for field in fields(cls)}
-    present = [(key, field) for key, field in known.items() if key in given]
+    fields_by_key = {field.alias: field for field in fields(cls)}
+    present = [(key, field) for key, field in fields_by_key.items() if key in overrides]
     late = {key for key, field in present if getattr(field.default, "takes_self", False)}
     done, problems = _each(
-        (key, _fill(field.type, default_of(field), given[key]), field.type) for key, field in present if key not in late
+        (key, _fill(field.type, default_of(field), overrides[key]), field.type)
+        for key, field in present
+        if key not in late
     )
     if late and not problems:
-        others = SimpleNamespace()
-        for key, field in known.items():  # a default may be derived from one that is
-            default = default_of(field, others) if key not in done else attrs.NOTHING
+        other_fields = SimpleNamespace()
+        for key, field in fields_by_key.items():  # a default may be derived from one that is
+            default = default_of(field, other_fields) if key not in done else attrs.NOTHING
             if key in late:
-                more, wrong = _each([(key, _fill(field.type, default, given[key]), field.type)])
-                done, problems = done | more, problems + wrong
-            setattr(others, field.name, done.get(key, default))
-    for key, field in known.items():
-        if key not in given and field.default is attrs.NOTHING:
+                value_of_key, wrong = _each([(key, _fill(field.type, default, overrides[key]), field.type)])
+                done, problems = done | value_of_key, problems + wrong
+            setattr(other_fields, field.name, done.get(key, default))
+    for key, field in fields_by_key.items():
+        if key not in overrides and field.default is attrs.NOTHING:
             problems.append(((key,), f"missing, and it has no default; expected {name(field.type)}"))
-    for key in given:
-        if key not in known:
+    for key in overrides:
+        if key not in fields_by_key:
             problems.append(((key,), unknown := Unknown("no such key")))
-            unknown.siblings = list(known)
+            unknown.siblings = list(fields_by_key)
     try:
         if not problems:
             return cls(**done)
     except Exception as error:  # validators may raise anything
-        key = (error.argument,) if isinstance(error, ArgumentError) and error.argument in given else ()
-        raise Problems(*(_invalid(cls, given, done) or [(key, _message(error))])) from error
-    raise Problems(*problems, *_invalid(cls, given, done))
+        key = (error.argument,) if isinstance(error, ArgumentError) and error.argument in overrides else ()
+        raise Problems(*(_invalid(cls, overrides, done) or [(key, _message(error))])) from error
+    raise Problems(*problems, *_invalid(cls, overrides, done))
 
 
-def _invalid(cls: Any, given: Mapping[str, Any], done: Mapping[str, Any]) -> list[Found]:
+def _invalid(cls: Any, overrides: Mapping[str, Any], done: Mapping[str, Any]) -> list[Problem]:
     """Ask the validators one by one, so that each complaint has a key and the first does not hide the others."""
     probe, problems = object.__new__(cls), []
     for field in attrs.fields(cls):
-        value = done.get(field.alias, attrs.NOTHING) if field.alias in given else default_of(field)
+        value = done.get(field.alias, attrs.NOTHING) if field.alias in overrides else default_of(field)
         try:
             if value is not attrs.NOTHING:
                 object.__setattr__(probe, field.name, field.converter(value) if callable(field.converter) else value)
@@ -278,7 +280,7 @@ def _invalid(cls: Any, given: Mapping[str, Any], done: Mapping[str, Any]) -> lis
 
 
 def _message(error: Exception) -> str:
-    if isinstance(error, ValueError | TypeError):  # those of attrs carry more than their message
+    if isinstance(error, ValueError | TypeError):  # Errors of attrs have more arguments.
         return str(error.args[0] if error.args else error)
     return f"{type(error).__name__}: {error}"
 
@@ -301,7 +303,7 @@ def _is_class(kind: Any, base: type) -> bool:
 _CONVERTER = cattrs.Converter()
 for _holds, _hook in (  # the last that holds for a type is asked
     (lambda kind: True, _refuse),
-    (lambda kind: _bare(kind) is not kind, lambda value, kind: structure(value, _bare(kind))),
+    (lambda kind: _strip_alias(kind) is not kind, lambda value, kind: structure(value, _strip_alias(kind))),
     (lambda kind: kind in (Any, object, None), _anything),
     (lambda kind: _origin(kind) is Literal, _choice),
     (lambda kind: _origin(kind) in _UNIONS, _union),
@@ -319,7 +321,7 @@ _CONVERTER.register_structure_hook(bytes, _refuse)
 
 
 def structure(value: Any, kind: Any) -> Any:
-    """A value of the type, or `Problems`: all of them, each with its path.
+    """Convert a value to a type, or raise all `Problems`, each with its path.
 
     >>> structure(Word("[1, 2.5]"), list[float])
     [1.0, 2.5]

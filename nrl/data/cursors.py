@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 from nrl.arguments import check_argument, register_kind
 from nrl.errors import DataError
 
-__all__ = ["Source", "Stream", "counting", "derived", "whole"]
+__all__ = ["Source", "Stream", "counting", "map_stream", "transactional"]
 
 
 class Stream[T](Protocol):
@@ -75,7 +75,7 @@ class Source[T](NamedTuple):
     expect: Callable[[int | None], None] | None = None
 
 
-def whole[T](source: Source[T]) -> Source[T]:
+def transactional[T](source: Source[T]) -> Source[T]:
     """The same stream, except that a ``take`` that raises, even by Ctrl-C, takes nothing.
 
     >>> def broken(n):
@@ -83,7 +83,7 @@ def whole[T](source: Source[T]) -> Source[T]:
     ...     raise KeyboardInterrupt
     >>> numbers = counting()
     >>> try:
-    ...     whole(numbers._replace(take=broken)).take(2)
+    ...     transactional(numbers._replace(take=broken)).take(2)
     ... except KeyboardInterrupt:
     ...     numbers.state()
     {'cursor': 0}
@@ -103,7 +103,7 @@ def whole[T](source: Source[T]) -> Source[T]:
     return source._replace(take=take)
 
 
-def derived[T](
+def map_stream[T](
     stream: Stream[Any], take: Callable[[int], list[T]], expect: Callable[[int | None], None] | None = None
 ) -> Source[T]:
     """A stream whose state is that of another, from which it takes.
@@ -115,13 +115,13 @@ def derived[T](
             items that nobody takes. None: ``stream`` makes items early to the end.
 
     >>> numbers = counting()
-    >>> pairs = derived(numbers, lambda n: [tuple(numbers.take(2)) for _ in range(n)])
+    >>> pairs = map_stream(numbers, lambda n: [tuple(numbers.take(2)) for _ in range(n)])
     >>> pairs.take(2), pairs.state()
     ([(0, 1), (2, 3)], {'cursor': 4})
     """
     remote = bool(getattr(stream, "remote", False))
     mark, sampler = getattr(stream, "mark", None), getattr(stream, "sampler", None)
-    return whole(Source(take, stream.state, stream.restore, remote, mark, sampler, expect=expect))
+    return transactional(Source(take, stream.state, stream.restore, remote, mark, sampler, expect=expect))
 
 
 def counting(item: Callable[[int], Any] = operator.index, *, name: str = "counting") -> Source[Any]:

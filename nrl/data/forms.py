@@ -14,7 +14,7 @@ from nrl.data.checks import shown
 from nrl.data.messages import REASONING, ROLES
 from nrl.errors import DataError, ModelError
 
-__all__ = ["Form", "as_taken", "form", "selected_template"]
+__all__ = ["Form", "form", "selected_template", "to_template_form"]
 
 
 class Form(NamedTuple):
@@ -96,7 +96,7 @@ def selected_template(tokenizer: Any, tools: Sequence[Mapping[str, Any]] | None 
     return str(named[name])
 
 
-def as_taken(
+def to_template_form(
     messages: Sequence[Mapping[str, Any]], tokenizer: Any, tools: Sequence[Mapping[str, Any]] | None = None
 ) -> list[Mapping[str, Any]]:
     """Messages as the template takes them.
@@ -119,7 +119,7 @@ def as_taken(
     >>> joined = "{% for call in m.tool_calls or [] %}{{ '' + call.function.arguments }}{% endfor %}"
     >>> tokenizer.chat_template = "{% for m in messages %}" + joined + "{% endfor %}"
     >>> call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
-    >>> as_taken([{"role": "assistant", "tool_calls": [call]}], tokenizer)[0]["tool_calls"][0]["function"]
+    >>> to_template_form([{"role": "assistant", "tool_calls": [call]}], tokenizer)[0]["tool_calls"][0]["function"]
     {'name': 'add', 'arguments': '{"a": 2}'}
     """
     if getattr(tokenizer, "chat_template", None) is None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from nrl.arguments import checked, described
-from nrl.data.cursors import Stream, counting, whole
+from nrl.data.cursors import Stream, counting, transactional
 from nrl.data.task_streams import Tasks, tasks
 from nrl.envs.references import TaskCheck
 from nrl.envs.seeds import check_not_negative
@@ -121,7 +121,7 @@ def mixture(streams: Mapping[str, float | tuple[Stream[Task], float]], *, seed: 
         pairs = zip(usable, shares, strict=True)
         return mixture(dict(zip(names, pairs, strict=True)), seed=seed)._replace(with_check=None)
 
-    verbs = whole(draws._replace(take=take, state=state, restore=restore))[:3]
+    verbs = transactional(draws._replace(take=take, state=state, restore=restore))[:3]
     mixed = Tasks(*verbs, names, None, dropped, sizes, mixture_with_check)
     return mixed
 

@@ -14,7 +14,7 @@ from nrl.arguments import checked, described
 from nrl.batch import Batch
 from nrl.data.checks import Tokenizer, exists, shown
 from nrl.data.completeness import losses
-from nrl.data.cursors import Source, counting, derived
+from nrl.data.cursors import Source, counting, map_stream
 from nrl.data.fingerprints import Fingerprint, RowHash, check_same_rows, fingerprint_of
 from nrl.data.formats import Format, FormatName
 from nrl.data.prompts import print_unread, tasks_of_row
@@ -159,7 +159,7 @@ def tasks(
             usable = size
             if check is not None and all_rows is not None:
                 usable = len(all_rows) - len(faults_of(check, all_rows))
-            verbs = _with_fingerprint(derived(numbers, take), name, fingerprint)
+            verbs = _with_fingerprint(map_stream(numbers, take), name, fingerprint)
             return Tasks(*verbs, (name,), usable, faulty, with_check=None if check else generated_with_check)
 
         return generated_with_check(check)

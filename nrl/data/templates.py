@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 from nrl.data.checks import kind, shown
 from nrl.data.completeness import count_loss
 from nrl.data.control_tokens import ChatText
-from nrl.data.forms import as_taken, selected_template
+from nrl.data.forms import selected_template, to_template_form
 from nrl.data.marking import Marked, mark_texts, unmark
 from nrl.data.messages import decode_json
 from nrl.errors import DataError, ModelError
@@ -87,7 +87,7 @@ def mark_chat(
         ModelError: the tokenizer has no chat template.
     """
     template_of(tokenizer, tools)
-    return mark_texts(as_taken(messages, tokenizer, tools), tools, tokenizer)
+    return mark_texts(to_template_form(messages, tokenizer, tools), tools, tokenizer)
 
 
 def render_marked(marked: Marked, tokenizer: Any, stop: int | None = None, *, asking: bool = False) -> ChatText:

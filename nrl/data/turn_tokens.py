@@ -11,7 +11,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from nrl.data.control_tokens import ControlTokens, control_tokens
-from nrl.data.forms import as_taken, selected_template
+from nrl.data.forms import selected_template, to_template_form
 from nrl.envs.replies import REASONING_MARKS
 
 __all__ = ["turn_tokens"]
@@ -71,7 +71,7 @@ def _written_around_messages(tokenizer: Any, tools: Sequence[Mapping[str, Any]] 
         try:
             return str(
                 tokenizer.apply_chat_template(
-                    [dict(message) for message in as_taken(messages, tokenizer, tools)],
+                    [dict(message) for message in to_template_form(messages, tokenizer, tools)],
                     tools=_TOOLS if offered else None,
                     chat_template=template,
                     add_generation_prompt=asking,

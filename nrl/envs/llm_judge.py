@@ -11,7 +11,7 @@ from nrl.arguments import checked
 from nrl.envs.judge_scores import read_score
 from nrl.envs.types import FailedScore, Score, Task, Trace
 from nrl.errors import ArgumentError, EnvError
-from nrl.runtime.threads import beside
+from nrl.runtime.threads import run_in_loop
 
 __all__ = ["RUBRIC", "judge"]
 
@@ -79,21 +79,21 @@ def judge(
     nrl.errors.ArgumentError: judge: the url is 'localhost:8000'; give one such as 'http://localhost:8000/v1'
     >>> verify = judge("http://localhost:8000/v1", rubric="Good answers rhyme.")
     """
-    from nrl.backends.openai.client import connected, excerpt  # which import torch
-    from nrl.backends.openai.endpoint import served
+    from nrl.backends.openai.client import connect, excerpt  # which import torch
+    from nrl.backends.openai.endpoint import find_model
 
     if not low < high:
         raise ArgumentError(f"judge: the scores go from {low:g} to {high:g}; give a high above the low")
     if max_tokens < 1:
         raise ArgumentError(f"judge: max_tokens is {max_tokens}; a reply needs at least one")
-    server = connected("judge", url, api_key, timeout, in_flight)
+    server = connect("judge", url, api_key, timeout, in_flight)
     known: list[str] = [] if name is None else [name]
     asking = threading.Lock()
 
     def chosen() -> str:
         with asking:  # the calls of a first rollout come all at once
             if not known:
-                known.append(served(server, None)[0])
+                known.append(find_model(server, None)[0])
         return known[0]
 
     async def verify(task: Task, trace: Trace) -> Score:
@@ -109,7 +109,7 @@ def judge(
             "temperature": 0.0,
             "max_tokens": max_tokens,
         } | (options or {})
-        future: futures.Future[Any] = beside(server.ask("/chat/completions", body))
+        future: futures.Future[Any] = run_in_loop(server.ask("/chat/completions", body))
         answer = (await asyncio.wrap_future(future)).said
         try:
             choice = answer["choices"][0]

@@ -27,7 +27,7 @@ class JsonLines:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one object."""
-        line = (json.dumps(redacted(_defined(record)), allow_nan=False) + "\n").encode()
+        line = (json.dumps(redacted(_nan_to_none(record)), allow_nan=False) + "\n").encode()
         while line:  # a disk that is nearly full takes a part
             line = line[self._file.write(line) :]
 
@@ -38,9 +38,9 @@ class JsonLines:
         self._file.close()
 
 
-def _defined(value: Any) -> Any:
+def _nan_to_none(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _defined(item) for key, item in value.items()}
+        return {key: _nan_to_none(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_defined(item) for item in value]
+        return [_nan_to_none(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

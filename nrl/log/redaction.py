@@ -25,8 +25,8 @@ _SECRET_NAME = re.compile(
     rf"KEY(?!BOARD|MAP)|TOKEN(?!IZ)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|_PWD$|(^|_)({_ENDS})$", re.IGNORECASE
 )
 _SHORTEST = 8  # characters; a shorter value is a word, and would be masked wherever it is used
-_SHORTEST_TOLD = 6  # of one that a program has told us, whatever it looks like
-_told: set[str] = set()  # of this process, as its environment variables are
+_SHORTEST_TOLD = 6  # shortest secret that a program has declared
+_kept_secrets: set[str] = set()  # Secrets of this process, as its environment variables are.
 _SHAPES = (
     r"(?<![A-Za-z0-9])(?:"
     r"hf_[A-Za-z0-9]{20,}"  # Hugging Face
@@ -45,9 +45,9 @@ _SHAPES = (
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?-----END [A-Z ]*PRIVATE KEY-----"
     r"|(?<=://)[^\s/:@]*:[^\s/?#\"'<>]+(?=@)"  # user:password in an address
     r"|(?<=hooks\.slack\.com/services/)[^\s\"'<>]+"
-    r"|(?i:(?<=password=)|(?<=;pwd=)|(?<=accountkey=)|(?<=accesskey=))[^\s;&\"'<>]+"  # of a connection
+    r"|(?i:(?<=password=)|(?<=;pwd=)|(?<=accountkey=)|(?<=accesskey=))[^\s;&\"'<>]+"  # connection strings
     r"|(?i:(?<=bearer )|(?<=basic )|(?<=token=)|(?<=secret=)|(?<=api_key=)|(?<=apikey=)|(?<=access_key=)|(?<=&sig=))"
-    r"(?=[\w.~+/=%-]*\d)[\w.~+/=%-]{16,}"  # of a header or an address
+    r"(?=[\w.~+/=%-]*\d)[\w.~+/=%-]{16,}"  # headers and addresses
 )
 # Keys, in words with underscores, whose values are secrets; except for tokens of texts
 _SECRET_KEY = re.compile(
@@ -70,36 +70,36 @@ _TOKEN_OF_TEXT = re.compile(
 
 
 def keep_secret(texts: Iterable[str]) -> None:
-    """From now on mask these texts, of at least 6 characters, wherever `redact` and `redacted` find them.
+    """Mask these texts, of at least 6 characters, from now on, in `redact` and `redacted`.
 
     >>> keep_secret(["open sesame"])
     >>> redact("he said open sesame, and it did")
     'he said ***, and it did'
     """
     for text in map(str.strip, texts):
-        forms = {text, json.dumps(text)[1:-1], *map(str.strip, text.splitlines())}  # as others may write it
-        _told.update(each for each in forms if len(each) >= _SHORTEST_TOLD)
+        forms = {text, json.dumps(text)[1:-1], *map(str.strip, text.splitlines())}  # forms of the text in other files
+        _kept_secrets.update(form for form in forms if len(form) >= _SHORTEST_TOLD)
 
 
 def kept_secrets() -> list[str]:
-    """All texts that `keep_secret` was told, for a process that is to mask them, too.
+    """Return all texts given to `keep_secret`, for another process to mask them.
 
     >>> keep_secret(["open sesame"])
     >>> "open sesame" in kept_secrets()
     True
     """
-    return sorted(_told)
+    return sorted(_kept_secrets)
 
 
 def secret_texts(value: Any) -> set[str]:
-    """The texts in a JSON-like value that stand under keys of secrets, as `redacted` knows them.
+    """Return the texts in a JSON-like value under keys of secrets.
 
     >>> secret_texts({"judge": {"api_key": "hunter2", "url": "http://10.0.0.5"}})
     {'hunter2'}
     """
     if isinstance(value, Mapping):
-        found = [_all_texts(item) if _is_secret(key, item) else secret_texts(item) for key, item in value.items()]
-        return set[str]().union(*found)
+        texts = [_all_texts(item) if _is_secret(key, item) else secret_texts(item) for key, item in value.items()]
+        return set[str]().union(*texts)
     return set[str]().union(*map(secret_texts, value)) if isinstance(value, list | tuple) else set()
 
 
@@ -156,30 +156,32 @@ def redacted(value: Any) -> Any:
     >>> redacted({"engine": {"api_key": "hunter2", "max_tokens": 16}})
     {'engine': {'api_key': '***', 'max_tokens': 16}}
     """
-    return _redacted(value, _pattern())
+    return _redact_value(value, _pattern())
 
 
-def _redacted(value: Any, secret: re.Pattern[str]) -> Any:
+def _redact_value(value: Any, secret: re.Pattern[str]) -> Any:
     if isinstance(value, str):
         return secret.sub(_MASK, value)
     if isinstance(value, Mapping):
         return {
-            _redacted(key, secret): _masked(item) if _is_secret(key, item) else _redacted(_listed(key, item), secret)
+            _redact_value(key, secret): _mask_all(item)
+            if _is_secret(key, item)
+            else _redact_value(_mask_named_items(key, item), secret)
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
         if value and all(isinstance(item, str) for item in value):
             return _pieces(value, secret)
-        return [_redacted(item, secret) for item in value]
+        return [_redact_value(item, secret) for item in value]
     return value
 
 
-def _masked(value: Any) -> Any:
+def _mask_all(value: Any) -> Any:
     """Put a mask in place of every value that may be a secret, or a part of one."""
     if isinstance(value, Mapping):
-        return {key: _masked(item) for key, item in value.items()}
+        return {key: _mask_all(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_masked(item) for item in value]
+        return [_mask_all(item) for item in value]
     return value if value is None or value == "" or isinstance(value, bool | float) else _MASK
 
 
@@ -196,28 +198,28 @@ def _is_secret(key: Any, value: Any) -> bool:
     return isinstance(value, str) and bool(_KEY.search(name)) and not _KEY_OF_DATA.search(name)
 
 
-def _listed(key: Any, value: Any) -> Any:
+def _mask_named_items(key: Any, value: Any) -> Any:
     """Mask texts in a mapping ``keys`` or ``tokens`` as if they had names such as ``openai_key``."""
     if key not in ("keys", "tokens") or not isinstance(value, Mapping):
         return value
-    one = key.removesuffix("s")
+    singular = key.removesuffix("s")
     return {
-        name: _MASK if item and isinstance(item, str) and _is_secret(f"{name}_{one}", item) else item
+        name: _MASK if item and isinstance(item, str) and _is_secret(f"{name}_{singular}", item) else item
         for name, item in value.items()
     }
 
 
 def _pieces(pieces: Sequence[str], secret: re.Pattern[str]) -> list[str]:
     text = "".join(pieces)
-    masked = [found.span() for found in secret.finditer(text)]
+    masked = [match.span() for match in secret.finditer(text)]
     if not masked:
         return list(pieces)
     ends = list(accumulate(map(len, pieces)))
-    return ["".join(_cut(text, end - len(piece), end, masked)) for piece, end in zip(pieces, ends, strict=True)]
+    return ["".join(_iter_masked(text, end - len(piece), end, masked)) for piece, end in zip(pieces, ends, strict=True)]
 
 
-def _cut(text: str, start: int, end: int, masked: Sequence[tuple[int, int]]) -> Iterator[str]:
-    """The text from start to end; a mask stands where its secret begins."""
+def _iter_masked(text: str, start: int, end: int, masked: Sequence[tuple[int, int]]) -> Iterator[str]:
+    """Yield the text from start to end, with masks at the beginnings of secrets."""
     for first, last in masked:
         if last <= start or first >= end:
             continue
@@ -229,11 +231,11 @@ def _cut(text: str, start: int, end: int, masked: Sequence[tuple[int, int]]) -> 
 
 def _pattern() -> re.Pattern[str]:
     named = {value for name, value in os.environ.items() if _SECRET_NAME.search(name)}
-    found = frozenset(value.strip() for value in named | _stored() if len(value.strip()) >= _SHORTEST)
-    return _compiled(found | _told)
+    secrets = frozenset(value.strip() for value in named | _netrc_passwords() if len(value.strip()) >= _SHORTEST)
+    return _compile_pattern(secrets | _kept_secrets)
 
 
-def _stored() -> frozenset[str]:
+def _netrc_passwords() -> frozenset[str]:
     """Return the passwords of the netrc file, which may be missing, as the home folder may be, or not readable."""
     try:
         path = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
@@ -243,7 +245,7 @@ def _stored() -> frozenset[str]:
 
 
 @functools.lru_cache(maxsize=4)
-def _compiled(secrets: frozenset[str]) -> re.Pattern[str]:
+def _compile_pattern(secrets: frozenset[str]) -> re.Pattern[str]:
     longest_first = sorted(secrets, key=lambda value: (-len(value), value))
     return re.compile("|".join([*map(re.escape, longest_first), _SHAPES]))
 

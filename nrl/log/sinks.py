@@ -19,7 +19,7 @@ type _Write = Callable[[str, int, Mapping[str, float]], None]
 
 
 class Sink(Protocol):
-    """Where metrics go."""
+    """A destination of metrics."""
 
     def write(self, loop: str, step: int, numbers: Mapping[str, float]) -> None:
         """Write the numbers of one step of a loop."""
@@ -51,23 +51,23 @@ def open_sinks(names: Sequence[str], out: Path, config: Mapping[str, Any], *, na
     >>> with open_sinks([], Path("runs/a"), {}, name="a") as sink:
     ...     sink.write("train", 0, {"loss": 1.0})
     """
-    unknown = [each for each in names if each not in _KINDS]
+    unknown = [sink for sink in names if sink not in _KINDS]
     if unknown:
         raise ConfigError(f"open_sinks: there is no sink '{unknown[0]}'; the sinks are {', '.join(_KINDS)}")
     settings = dict(_flat(redacted(config)))
     with ExitStack() as stack:
         writers: dict[str, _Write] = {}
-        for each in names:
+        for sink in names:
             try:
-                writers[each] = stack.enter_context(_KINDS[each](out, settings, name))
+                writers[sink] = stack.enter_context(_KINDS[sink](out, settings, name))
             except ImportError as error:
                 raise ConfigError(
-                    f"open_sinks: '{each}' needs a package that is not installed ({error}); install it with "
-                    f"`uv pip install 'nrl-torch[{each}]'`"
+                    f"open_sinks: '{sink}' needs a package that is not installed ({error}); install it with "
+                    f"`uv pip install 'nrl-torch[{sink}]'`"
                 ) from error
             except Exception as error:
-                found = redact(f"{type(error).__name__}: {error}")  # an address may have a password
-                raise ConfigError(f"open_sinks: '{each}' could not start: {found}{_HINTS.get(each, '')}") from error
+                message = redact(f"{type(error).__name__}: {error}")  # an address may have a password
+                raise ConfigError(f"open_sinks: '{sink}' could not start: {message}{_HINTS.get(sink, '')}") from error
         yield _Sinks(writers)
 
 
@@ -131,7 +131,7 @@ def _tensorboard(out: Path, settings: Mapping[str, str], name: str) -> Iterator[
     writers: dict[str, Any] = {}
 
     def write(loop: str, step: int, numbers: Mapping[str, float]) -> None:
-        if loop not in writers:  # one for each loop, since purging a step purges all of a writer's metrics
+        if loop not in writers:  # Each loop has a writer, since purging a step purges all metrics of a writer.
             writers[loop] = SummaryWriter(out / "tensorboard" / loop, purge_step=step)
             table = "\n".join(f"| {key} | {value} |" for key, value in settings.items())
             writers[loop].add_text("config", f"| {name} | |\n|---|---|\n{table}", step)
@@ -164,8 +164,8 @@ def _mlflow(out: Path, settings: Mapping[str, str], name: str) -> Iterator[_Writ
     client.update_run(number, RunStatus.to_string(RunStatus.RUNNING))
 
     def write(loop: str, step: int, numbers: Mapping[str, float]) -> None:
-        now = int(time.time() * 1000)
-        client.log_batch(number, [Metric(f"{loop}/{key}", value, now, step) for key, value in numbers.items()])
+        timestamp = int(time.time() * 1000)
+        client.log_batch(number, [Metric(f"{loop}/{key}", value, timestamp, step) for key, value in numbers.items()])
 
     try:
         yield write

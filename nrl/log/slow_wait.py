@@ -28,18 +28,18 @@ def say(line: str) -> None:
 def wait_until(
     ready: Callable[[float], bool],
     limit: float,
-    told: Callable[[float], str],
+    describe: Callable[[float], str],
     silence: float = SILENCE,
-    every: float = math.inf,
+    poll_seconds: float = math.inf,
 ) -> bool:
     """Wait until something is ready, and write a line to standard error after a while, and then less and less often.
 
     Args:
         ready: waits for at most the given seconds, and returns whether it is ready.
         limit: seconds.
-        told: from the seconds so far to the line to write.
+        describe: from the seconds so far to the line to write.
         silence: seconds before the first line; each further wait takes twice as long as the one before.
-        every: the most seconds that ``ready`` is given at once, where it has to look at something else, too.
+        poll_seconds: the most seconds that ``ready`` is given at once, where it has to look at something else, too.
 
     Returns:
         Whether it was ready in time.
@@ -53,39 +53,39 @@ def wait_until(
     False
     """
 
-    def looked(seconds: float) -> bool:
+    def poll(seconds: float) -> bool:
         until = time.monotonic() + seconds
-        while seconds > every:
-            if ready(every):
+        while seconds > poll_seconds:
+            if ready(poll_seconds):
                 return True
             seconds = max(0.0, until - time.monotonic())
         return bool(ready(seconds))
 
     started = time.monotonic()
-    while (left := limit - (time.monotonic() - started)) > silence:
-        if looked(silence):
+    while (remaining := limit - (time.monotonic() - started)) > silence:
+        if poll(silence):
             return True
-        say(told(time.monotonic() - started))
+        say(describe(time.monotonic() - started))
         silence = min(2 * silence, _LONGEST)
-    return looked(max(0.0, left))
+    return poll(max(0.0, remaining))
 
 
-def wait_for(work: Future[Any], told: Callable[[float], str]) -> None:
+def wait_for(work: Future[Any], describe: Callable[[float], str]) -> None:
     """Wait until a future of a thread is done, however, and report it as `wait_until`.
 
     >>> done: Future[int] = Future()
     >>> done.set_result(3)
     >>> wait_for(done, lambda seconds: "waiting for three")
     """
-    wait_until(lambda seconds: bool(futures.wait([work], seconds).done), math.inf, told)
+    wait_until(lambda seconds: bool(futures.wait([work], seconds).done), math.inf, describe)
 
 
 @contextmanager
-def waiting(what: str) -> Iterator[Callable[[int, int], None]]:
+def waiting(task: str) -> Iterator[Callable[[int, int], None]]:
     """Write what the block does and how far it is to standard error, if it takes long; as often as `wait_until`.
 
     Args:
-        what: the beginning of the line, such as ``"loading the weights of X"``.
+        task: the beginning of the line, such as ``"loading the weights of X"``.
 
     Yields:
         ``(done, total) -> None``, for the block to call when it likes.
@@ -93,19 +93,21 @@ def waiting(what: str) -> Iterator[Callable[[int, int], None]]:
     >>> with waiting("reading rows") as far:
     ...     far(3, 10)
     """
-    left, reached = threading.Event(), list[tuple[int, int]]()
+    remaining, reached = threading.Event(), list[tuple[int, int]]()
 
-    def told(seconds: float) -> str:
+    def describe(seconds: float) -> str:
         done = "".join(f", {done} of {total}" for done, total in reached[-1:])
-        return f"{what}{done}, {duration(seconds)} so far"
+        return f"{task}{done}, {duration(seconds)} so far"
 
     def far(done: int, total: int) -> None:
         reached[:] = [(done, total)]
 
-    thread = threading.Thread(target=wait_until, args=(left.wait, math.inf, told, SILENCE), name="waiting", daemon=True)
+    thread = threading.Thread(
+        target=wait_until, args=(remaining.wait, math.inf, describe, SILENCE), name="waiting", daemon=True
+    )
     thread.start()
     try:
         yield far
     finally:
-        left.set()
+        remaining.set()
         thread.join()

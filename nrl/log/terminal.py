@@ -31,7 +31,7 @@ _SHOWN = (
     "skipped", "tokens_per_second",
 )  # fmt: skip
 _QUIET_AT_ZERO = ("lag", "invalid", "skipped")
-_DRAWN = ("reward", "loss")  # as sparklines
+_DRAWN = ("reward", "loss")  # metrics drawn as sparklines
 _WIDE = 60  # columns, from which the panel has two metrics a line
 _REST = 0.1  # seconds between two drawings of the panel, which takes milliseconds
 
@@ -42,9 +42,9 @@ def duration(seconds: float) -> str:
     >>> duration(75), duration(3700)
     ('1:15', '1:01:40')
     """
-    minutes, left = divmod(round(seconds), 60)
+    minutes, remainder = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
+    return f"{hours}:{minutes:02}:{remainder:02}" if hours else f"{minutes}:{remainder:02}"
 
 
 @attrs.define(eq=False)
@@ -67,17 +67,17 @@ class _Seen:
                 self.history.setdefault(key, []).append(value)
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         return self.step >= self.steps - 1
 
     @property
     def chosen(self) -> dict[str, float]:
-        found = ((key, self.numbers[key]) for key in _SHOWN if key in self.numbers)
-        return {key: value for key, value in found if value != 0 or key not in _QUIET_AT_ZERO}
+        shown = ((key, self.numbers[key]) for key in _SHOWN if key in self.numbers)
+        return {key: value for key, value in shown if value != 0 or key not in _QUIET_AT_ZERO}
 
-    def left(self, now: float) -> str:
+    def format_time_left(self, timestamp: float) -> str:
         done = self.step - self.first
-        return duration((now - self.start) / done * (self.steps - 1 - self.step)) if done else "?"
+        return duration((timestamp - self.start) / done * (self.steps - 1 - self.step)) if done else "?"
 
 
 class Progress:
@@ -97,7 +97,7 @@ class Progress:
 
     def __init__(self, interval: float = 5.0) -> None:
         self._interval = interval
-        self._loops: list[_Seen] = []  # one within the other; the last is the one that is shown
+        self._loops: list[_Seen] = []  # nested loops; the last is shown
         self._console = Console(file=sys.stdout)
         self._live: Live | None = None
         self._size = self._console.size
@@ -111,30 +111,30 @@ class Progress:
             steps: of the loop, in all.
             numbers: all measurements; the panel chooses some.
         """
-        now, draws = time.monotonic(), self._can_draw()
-        loop = self._loop(phase, step, steps, now)
+        timestamp, draws = time.monotonic(), self._can_draw()
+        loop = self._loop(phase, step, steps, timestamp)
         loop.add(step, steps, numbers)
-        if now - loop.shown < (_REST if draws else self._interval) and not loop.done:
+        if timestamp - loop.shown < (_REST if draws else self._interval) and not loop.is_done:
             return
-        loop.shown = now
+        loop.shown = timestamp
         if draws:
-            self._draw(loop, now)
+            self._draw(loop, timestamp)
         else:
             metrics = (f"{key} {format_number(value, key)}" for key, value in loop.chosen.items())
-            line = [f"{phase} {step + 1}/{steps}", *metrics, f"{loop.left(now)} left"]
+            line = [f"{phase} {step + 1}/{steps}", *metrics, f"{loop.format_time_left(timestamp)} left"]
             print(" | ".join(line), flush=True)  # noqa: T201 (this is the module that prints)
 
-    def _loop(self, phase: str, step: int, steps: int, now: float) -> _Seen:
+    def _loop(self, phase: str, step: int, steps: int, timestamp: float) -> _Seen:
         names = [loop.name for loop in self._loops]
         if phase in names:
             del self._loops[names.index(phase) + 1 :]  # loops within one of its steps have ended
             if step > self._loops[-1].step:
                 return self._loops[-1]
             self._loops.pop()  # it starts anew
-        if len(self._loops) == 1 and self._loops[0].done:
+        if len(self._loops) == 1 and self._loops[0].is_done:
             self._stop()
             self._loops.clear()
-        self._loops.append(_Seen(phase, steps, step, now))
+        self._loops.append(_Seen(phase, steps, step, timestamp))
         return self._loops[-1]
 
     def _can_draw(self) -> bool:
@@ -142,17 +142,17 @@ class Progress:
         unicode = self._console.encoding.startswith("utf")
         return self._console.file.isatty() and unicode and not self._console.is_dumb_terminal
 
-    def _draw(self, loop: _Seen, now: float) -> None:
+    def _draw(self, loop: _Seen, timestamp: float) -> None:
         if self._live is None:
             # rich would print stderr on the terminal even if it goes to a file.
             self._live = Live(console=self._console, auto_refresh=False, redirect_stderr=sys.stderr.isatty())
             self._live.start()
-            self._console.show_cursor(True)  # so that a run that is killed leaves a terminal with a cursor
+            self._console.show_cursor(True)  # A killed run leaves a visible cursor.
         elif self._console.size != self._size:
             # The terminal has wrapped the old panel's lines in its own way, so its beginning is unknown.
             self._console.control(Control.home(), Control((ControlType.ERASE_IN_LINE, 2)), Control.clear())
         self._size = self._console.size
-        self._live.update(_panel(loop, now, self._console.width), refresh=True)
+        self._live.update(_panel(loop, timestamp, self._console.width), refresh=True)
 
     def _stop(self) -> None:
         if self._live is not None:
@@ -166,7 +166,7 @@ class Progress:
         self._stop()
 
 
-def _panel(loop: _Seen, now: float, width: int) -> Panel:
+def _panel(loop: _Seen, timestamp: float, width: int) -> Panel:
     columns = 2 if width >= _WIDE else 1
     inner = width - 4
     cells = [_cell(key, value, loop.history.get(key, ()), inner // columns) for key, value in loop.chosen.items()]
@@ -180,7 +180,7 @@ def _panel(loop: _Seen, now: float, width: int) -> Panel:
     bar.add_column(no_wrap=True)
     bar.add_row(
         ProgressBar(total=loop.steps, completed=loop.step + 1),
-        Text(f"{duration(now - loop.start)} · {loop.left(now)} left", style="dim"),
+        Text(f"{duration(timestamp - loop.start)} · {loop.format_time_left(timestamp)} left", style="dim"),
     )
     rows: list[RenderableType] = [bar, metrics]
     rows += [Text(" · ".join(times), style="dim", overflow="ellipsis") for times in [_times(loop.numbers)] if times]
@@ -195,7 +195,7 @@ def _cell(key: str, value: float, history: Sequence[float], width: int) -> Text:
 
 
 def _times(numbers: Mapping[str, float]) -> list[str]:
-    """Seconds and share of each phase of the step, and of the rest."""
+    """Return seconds and share of each phase of the step, and of the rest."""
     total = numbers.get("time/total", math.nan)
     phases = {key.removeprefix("time/"): value for key, value in numbers.items() if key.startswith("time/")}
     phases.pop("total", None)
@@ -217,7 +217,7 @@ def _sparkline(values: Sequence[float], width: int) -> str:
     if len(values) < 2 or width < 4:
         return ""
     count, size = min(width, len(values)), len(values)
-    means = [fmean(values[place * size // count : (place + 1) * size // count]) for place in range(count)]
+    means = [fmean(values[index * size // count : (index + 1) * size // count]) for index in range(count)]
     low, high = min(means), max(means)
     scale = (len(_LEVELS) - 1) / (high - low) if high > low else 0.0
     return "".join(_LEVELS[round((mean - low) * scale)] for mean in means)

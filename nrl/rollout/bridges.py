@@ -16,42 +16,42 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from nrl.data.checks import fields, kind, shown
 from nrl.data.encoding import encode
-from nrl.data.forms import as_taken
+from nrl.data.forms import to_template_form
 from nrl.data.messages import REASONING
 from nrl.data.templates import render_chat, templated
 from nrl.data.turn_ends import special_tokens
 from nrl.errors import DataError
 
-__all__ = ["FORKS", "Extension", "Fork", "Reason", "Sampled", "bridge", "continues", "extend", "in_common"]
+__all__ = ["FORKS", "Extension", "Reason", "Sampled", "TraceFork", "bridge", "continues", "count_common", "extend"]
 
 type Reason = Literal["rewritten", "retried", "template"]
-"""Why a trace forks; see `Fork`."""
+"""Why a trace forks; see `TraceFork`."""
 
 FORKS: tuple[str, ...] = ("", *get_args(Reason.__value__))
 """Why a row of an episode began, in the order in which the column ``forked`` numbers them; empty: it is the first."""
 
 
-class Fork(NamedTuple):
-    """Why token ids cannot be appended to a trace.
+class TraceFork(NamedTuple):
+    """Reason for which token ids cannot be appended to a trace.
 
     Args:
         reason: ``"rewritten"``: a message of the history is another one now, or is gone. ``"retried"``: the messages
             end where the history goes on. ``"template"``: the chat template writes what came before differently once
             the new messages follow; many leave out earlier reasoning.
-        at: how many messages of the history are still true.
-        found: what was found, in words.
+        num_messages: number of messages of the history that are unchanged.
+        details: description of the difference, in words.
 
-    >>> Fork("retried", 1, "the messages are the first 1 of the history's 2").reason
+    >>> TraceFork("retried", 1, "the messages are the first 1 of the history's 2").reason
     'retried'
     """
 
     reason: Reason
-    at: int
-    found: str
+    num_messages: int
+    details: str
 
 
 class Sampled(NamedTuple):
-    """Where a trace holds a turn that was sampled.
+    """Position of a sampled turn in a trace.
 
     Args:
         message: the place of its message in the history.
@@ -68,25 +68,24 @@ class Sampled(NamedTuple):
 
 
 class Extension(NamedTuple):
-    """The token ids to ask with: ``tokens[:kept] + appended``.
+    """The token ids to ask with: ``tokens[:num_kept] + appended``.
 
     Args:
-        kept: how many of the trace's tokens: all, where it goes on; fewer, where it forks. They end with a sampled
-            turn.
-        appended: the ids behind them; none was sampled.
-        fork: why fewer; None where the trace goes on.
+        num_kept: number of kept tokens of the trace, up to the end of a sampled turn: all, or fewer at a fork.
+        appended: the ids behind these tokens; none was sampled.
+        fork: the reason for fewer tokens; None: the trace goes on.
 
-    >>> Extension(kept=12, appended=[3, 4], fork=None).kept
+    >>> Extension(num_kept=12, appended=[3, 4], fork=None).num_kept
     12
     """
 
-    kept: int
+    num_kept: int
     appended: list[int]
-    fork: Fork | None
+    fork: TraceFork | None
 
 
-def continues(history: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]) -> int | Fork:
-    """Whether messages begin with a history, word for word.
+def continues(history: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]) -> int | TraceFork:
+    """Check whether messages begin with a history, word for word.
 
     Fields that are None or an empty list say nothing, as clients add them to messages that they send back.
 
@@ -95,7 +94,7 @@ def continues(history: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[s
         messages: a whole conversation.
 
     Returns:
-        How many messages are the history's, which is all of it; a `Fork` where one was changed or is missing.
+        How many messages are the history's, which is all of it; a `TraceFork` where one was changed or is missing.
 
     >>> history = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     >>> continues(history, [*history, {"role": "user", "content": "Sure?"}])
@@ -103,25 +102,27 @@ def continues(history: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[s
     >>> continues(history, [history[0], {"role": "assistant", "content": "3"}]).reason
     'rewritten'
     """
-    at = in_common(history, messages)
-    if at == len(history):
-        return at
-    if at == len(messages):
-        return Fork("retried", at, f"the messages are the first {at} of the history's {len(history)}")
-    differing = ", ".join(sorted(_differing(history[at], messages[at])))
-    return Fork("rewritten", at, f"message {at} has another {differing} than the history's")
+    num_common = count_common(history, messages)
+    if num_common == len(history):
+        return num_common
+    if num_common == len(messages):
+        return TraceFork(
+            "retried", num_common, f"the messages are the first {num_common} of the history's {len(history)}"
+        )
+    differing = ", ".join(sorted(_iter_differences(history[num_common], messages[num_common])))
+    return TraceFork("rewritten", num_common, f"message {num_common} has another {differing} than the history's")
 
 
-def in_common(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> int:
-    """With how many messages that say the same two conversations begin.
+def count_common(first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str, Any]]) -> int:
+    """Count the messages at the beginning of two conversations that say the same.
 
     >>> ask = {"role": "user", "content": "1+1="}
-    >>> in_common([ask, ask], [ask, {"role": "assistant", "content": "2"}])
+    >>> count_common([ask, ask], [ask, {"role": "assistant", "content": "2"}])
     1
     """
-    pairs = enumerate(zip(one, other, strict=False))
-    differs = (at for at, (a, b) in pairs if a != b and any(True for _ in _differing(a, b)))
-    return next(differs, min(len(one), len(other)))
+    pairs = enumerate(zip(first, second, strict=False))
+    differs = (index for index, (a, b) in pairs if a != b and any(True for _ in _iter_differences(a, b)))
+    return next(differs, min(len(first), len(second)))
 
 
 def bridge(
@@ -132,25 +133,25 @@ def bridge(
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
     max_tokens: int | None = None,
-) -> list[int] | Fork:
-    """The token ids to append behind a sampled turn, so that the model answers new messages.
+) -> list[int] | TraceFork:
+    """Return the token ids to append behind a sampled turn, so that the model answers new messages.
 
-    They begin with the token that ends a turn, if the turn was cut or ended by another one. If it was cut in reasoning
-    that lies apart in the message, what the template closes it with comes first.
+    They begin with the token at the end of a turn, if the turn was cut or has another end. If the turn was cut within
+    reasoning in a field of its own, the template's closing mark of reasoning comes first.
 
     Args:
-        turn: the ids that were sampled, with the token that ended them, if one did.
-        history: messages up to and including the assistant's, which the turn stands for. Its content may be the turn's
-            text, or reasoning and calls may lie apart, in the fields that the template reads.
-        new: what follows; the last is not the assistant's.
+        turn: the sampled ids, with the token at their end, if any.
+        history: messages up to and including the assistant's message of the turn. Its content may be the turn's text,
+            or reasoning and calls may be in fields read by the template.
+        new: the following messages; the last is not the assistant's.
         tokenizer: a transformers tokenizer with a chat template.
         tools: JSON schemas of functions, for the template.
-        max_tokens: how many ids are wanted; None: all. Longer messages are not encoded to their end.
+        max_tokens: limit of ids; None: no limit. Longer messages are not encoded to their end.
 
     Returns:
-        At least one id; or a `Fork` of reason ``"template"``, if the template does not write the conversation before
-        the turn as it did when the turn was asked for, if it leaves out words of the turn (white space does not count),
-        or if it ends the turn with another token once others follow.
+        At least one id; or a `TraceFork` of reason ``"template"``, if the template writes the conversation before the
+        turn differently than in the prompt of the turn, if it leaves out words of the turn (white space does not
+        count), or if it ends the turn with another token once new messages follow.
 
     Raises:
         DataError: messages without a role, a history that does not end with the assistant's, nothing new, new messages
@@ -168,34 +169,38 @@ def bridge(
     '<|im_end|>\\n<|im_start|>user\\nmore<|im_end|>\\n<|im_start|>assistant\\n'
     """
     _check(history, new)
-    every = as_taken([*history, *new], tokenizer, tools)
-    history, new = every[: len(history)], every[len(history) :]
+    conversation = to_template_form([*history, *new], tokenizer, tools)
+    history, new = conversation[: len(history)], conversation[len(history) :]
     turn, last = list(turn), history[-1]
     before = templated(history[:-1], tokenizer, asking=True, tools=tools)
     chat = render_chat([*history, *new], tokenizer, asking=True, tools=tools)
     after = chat.text
     if not after.startswith(before):
-        return _fork(history, f"what it wrote as {_difference(before, after)}")
+        return _make_fork(history, f"what it wrote as {_difference(before, after)}")
     tail = _tail(before, after, history, new, tokenizer, tools)
     if tail is None:
-        return _fork(history, f"the end of message {len(history) - 1}, and not always in the same way")
-    own = after[len(before) : len(after) - len(tail)]  # the turn, as the template writes it
-    if not _holds(before, own, turn, last, tokenizer):
-        said = tokenizer.decode(turn, skip_special_tokens=True)
-        return _fork(history, f"message {len(history) - 1} as {_shown(own)}, which leaves out some of {_shown(said)}")
+        return _make_fork(history, f"the end of message {len(history) - 1}, and not always in the same way")
+    turn_text = after[len(before) : len(after) - len(tail)]  # the turn, as the template writes it
+    if not _contains_turn(before, turn_text, turn, last, tokenizer):
+        sampled_text = tokenizer.decode(turn, skip_special_tokens=True)
+        return _make_fork(
+            history,
+            f"message {len(history) - 1} as {shown(repr(turn_text))}, which leaves out some of "
+            f"{shown(repr(sampled_text))}",
+        )
     special = special_tokens(tokenizer)
     ids = encode(chat.part(len(after) - len(tail)), tokenizer, max_tokens, continues=True)
-    end = next((at for at, token in enumerate(ids) if token in special), len(ids))
+    end = next((index for index, token in enumerate(ids) if token in special), len(ids))
     after_end = next((n for n, token in enumerate(reversed(turn), 1) if ids[end : end + 1] == [token]), 0)
     if after_end and turn[-after_end:] == ids[end : end + after_end]:
         return ids[end + after_end :]
     if turn and turn[-1] in special:  # ended by another token
         alone = templated(history, tokenizer, tools=tools).rstrip()
         if alone.endswith(tokenizer.decode(turn[-1:])):
-            return _fork(history, f"{tokenizer.decode(turn[-1:])!r}, the end of message {len(history) - 1}")
-    said = tokenizer.decode(turn)
-    if own.startswith(said) and any(last.get(name) for name in REASONING):  # the template closes it
-        return encode(chat.part(len(before) + len(said)), tokenizer, max_tokens, continues=True)
+            return _make_fork(history, f"{tokenizer.decode(turn[-1:])!r}, the end of message {len(history) - 1}")
+    sampled_text = tokenizer.decode(turn)
+    if turn_text.startswith(sampled_text) and any(last.get(name) for name in REASONING):  # the template closes it
+        return encode(chat.part(len(before) + len(sampled_text)), tokenizer, max_tokens, continues=True)
     return ids
 
 
@@ -209,24 +214,23 @@ def extend(
     tools: Sequence[Mapping[str, Any]] | None = None,
     max_tokens: int | None = None,
 ) -> Extension:
-    """The token ids with which a model answers a conversation of which a trace has the beginning.
+    """Extend a trace to the token ids with which a model answers a longer conversation.
 
-    Where the messages are the trace's history and new ones, that is all of the trace and a `bridge`. Otherwise the
-    trace forks behind the last of its turns from which there is a bridge. If there is none, the row is the chat
-    template's text of all messages. Tokens that are kept were trained in the row that they come from, so the loss mask
-    of the fork leaves them out.
+    For the trace's history and new messages, the result is the whole trace and a `bridge`. Otherwise the trace forks
+    behind its last turn with a bridge. Without a bridge the row is the chat template's text of all messages. Kept
+    tokens are trained in their original row, and the loss mask of the fork leaves them out.
 
     Args:
-        tokens: the trace's; empty: there is none yet.
+        tokens: the trace's; empty: a new trace.
         history: its messages; the last is the assistant's.
-        turns: which of its messages were sampled, in order; the last message is the last of them.
+        turns: the sampled turns of its messages, in order; the last message is the last turn.
         messages: the whole conversation; the last is not the assistant's.
         tokenizer: a transformers tokenizer with a chat template.
         tools: JSON schemas of functions, for the template.
-        max_tokens: how many ids are wanted behind what is kept; None: all.
+        max_tokens: limit of ids behind the kept tokens; None: no limit.
 
     Returns:
-        How much of the trace is kept, what is appended, and why it forks, if it does.
+        The number of kept tokens, the appended ids, and the reason of a fork.
 
     Raises:
         DataError: as `bridge` does; or the trace does not end with its last turn.
@@ -254,19 +258,19 @@ def extend(
             f"extend: the last turn ends {end} messages and {stop} tokens; history has {len(history)}, and tokens has "
             f"{len(tokens)}; give the trace as it was when its last turn had been sampled"
         )
-    known = continues(history, messages)
-    fork = known if isinstance(known, Fork) else None
+    num_common = continues(history, messages)
+    fork = num_common if isinstance(num_common, TraceFork) else None
     for turn in reversed(turns):
         end = turn.message + 1
-        if fork is not None and end > fork.at:
+        if fork is not None and end > fork.num_messages:
             continue
         sampled = tokens[turn.start : turn.stop]
         appended = bridge(sampled, history[:end], messages[end:], tokenizer, tools=tools, max_tokens=max_tokens)
-        if not isinstance(appended, Fork):
+        if not isinstance(appended, TraceFork):
             return Extension(turn.stop, appended, fork)
         fork = fork or appended
-    every = as_taken(messages, tokenizer, tools)
-    chat = render_chat(every, tokenizer, asking=True, tools=tools)
+    conversation = to_template_form(messages, tokenizer, tools)
+    chat = render_chat(conversation, tokenizer, asking=True, tools=tools)
     return Extension(0, encode(chat, tokenizer, max_tokens), fork)
 
 
@@ -294,16 +298,16 @@ def _check_asking(messages: Sequence[Mapping[str, Any]], name: str) -> None:
 def _check_roles(messages: Sequence[Mapping[str, Any]], name: str) -> None:
     if not messages:
         raise DataError(f"bridge: {name} is empty; give at least one message")
-    for at, message in enumerate(messages):
+    for index, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            raise DataError(f"bridge: {name}: message {at} is {kind(message)}; give {{'role': ..., 'content': ...}}")
+            raise DataError(f"bridge: {name}: message {index} is {kind(message)}; give {{'role': ..., 'content': ...}}")
         if not isinstance(message.get("role"), str):
-            raise DataError(f"bridge: {name}: message {at} has no text as its 'role'; it has {fields(message)}")
+            raise DataError(f"bridge: {name}: message {index} has no text as its 'role'; it has {fields(message)}")
 
 
-def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
-    for name in {*one, *other}:
-        a, b = one.get(name), other.get(name)
+def _iter_differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[str]:
+    for name in {*first, *second}:
+        a, b = first.get(name), second.get(name)
         if a != b and not (a in (None, []) and b in (None, [])):
             yield name
 
@@ -316,13 +320,13 @@ def _tail(
     tokenizer: Any,
     tools: Sequence[Mapping[str, Any]] | None,
 ) -> str | None:
-    """What the template writes behind the assistant's last message: its end, the new messages, the generation prompt.
+    """Return the template's text behind the last assistant message: its end, new messages, generation prompt.
 
     It is what follows another, plain answer in its place, if the template accepts one and the real text ends with the
     same. Otherwise, as where results must follow calls, it begins with the special token, if there is one, at the end
     of the text that ends with the message.
     """
-    answer = next(each for n in itertools.count() if (each := f"ANSWER{n}") not in after)
+    answer = next(candidate for n in itertools.count() if (candidate := f"ANSWER{n}") not in after)
     try:
         plain = templated(
             [*history[:-1], {"role": history[-1]["role"], "content": answer}, *new],
@@ -339,37 +343,38 @@ def _tail(
     alone = templated(history, tokenizer, tools=tools)
     if not (alone.startswith(before) and after.startswith(alone)):
         return None
-    own = alone[len(before) :].rstrip()
-    end = max((text for text in special_tokens(tokenizer).values() if own.endswith(text)), key=len, default="")
-    return after[len(before) + len(own) - len(end) :]
+    turn_text = alone[len(before) :].rstrip()
+    end = max((text for text in special_tokens(tokenizer).values() if turn_text.endswith(text)), key=len, default="")
+    return after[len(before) + len(turn_text) - len(end) :]
 
 
-def _holds(before: str, own: str, turn: list[int], message: Mapping[str, Any], tokenizer: Any) -> bool:
-    """Whether the template's text of a turn has all of its words."""
+def _contains_turn(before: str, turn_text: str, turn: list[int], message: Mapping[str, Any], tokenizer: Any) -> bool:
+    """Return whether the template's text of a turn has all of its words."""
     calls = message.get("tool_calls") or []
     if not calls:
-        read = tokenizer.decode(encode(own, tokenizer), skip_special_tokens=True)
-        said = _squeezed(tokenizer.decode(turn, skip_special_tokens=True))
-        return said in _squeezed(read) or said in _squeezed(own)  # it may have spelled a special token
+        read = tokenizer.decode(encode(turn_text, tokenizer), skip_special_tokens=True)
+        sampled_text = _squeeze(tokenizer.decode(turn, skip_special_tokens=True))
+        # The second text may have spelled a special token.
+        return sampled_text in _squeeze(read) or sampled_text in _squeeze(turn_text)
     # The template writes calls in its own way, of which only the names can be told. A content may begin with what the
     # generation prompt has begun, such as the opening of the reasoning.
     texts = [*_texts(message), *(str((call.get("function") or call).get("name", "")) for call in calls)]
-    before, own, at = _squeezed(before), _squeezed(own), 0
+    before, turn_text, start = _squeeze(before), _squeeze(turn_text), 0
     for text in texts:
-        at = own.find(word := _behind(before, _squeezed(text)), at)
-        if at < 0:
+        start = turn_text.find(word := _strip_overlap(before, _squeeze(text)), start)
+        if start < 0:
             return False
-        at += len(word)
+        start += len(word)
     return True
 
 
-def _behind(before: str, text: str) -> str:
-    """The part of a text that is not the end of what is before it."""
+def _strip_overlap(before: str, text: str) -> str:
+    """Return a text without the beginning that the text before it ends with."""
     return text[next(n for n in range(min(len(text), 100), -1, -1) if before.endswith(text[:n])) :]
 
 
 def _texts(message: Mapping[str, Any]) -> Iterator[str]:
-    """The texts of a message, in the order in which a model writes them."""
+    """Yield the texts of a message, in the order in which a model writes them."""
     for name in (*REASONING, "content"):
         value = message.get(name)
         parts = value if isinstance(value, list) else [value]
@@ -377,21 +382,17 @@ def _texts(message: Mapping[str, Any]) -> Iterator[str]:
         yield from (part for part in parts if isinstance(part, str))
 
 
-def _squeezed(text: str) -> str:
-    """A text without white space, in the composed form that some tokenizers make of it."""
+def _squeeze(text: str) -> str:
+    """Return a text without white space, in composed Unicode form, which some tokenizers produce."""
     return "".join(unicodedata.normalize("NFC", text).split())
 
 
-def _fork(history: Sequence[Mapping[str, Any]], found: str) -> Fork:
-    return Fork("template", len(history) - 1, f"once new messages follow, the chat template writes {found}")
+def _make_fork(history: Sequence[Mapping[str, Any]], details: str) -> TraceFork:
+    return TraceFork("template", len(history) - 1, f"once new messages follow, the chat template writes {details}")
 
 
 def _difference(before: str, after: str) -> str:
     pairs = zip(before, after, strict=False)
-    same = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(before), len(after)))
-    start = max(same - 10, 0)  # what they differ in may begin alike
+    same = next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(before), len(after)))
+    start = max(same - 10, 0)  # The differing parts may begin alike.
     return f"{before[start : same + 30]!r} as {after[start : same + 30]!r}"
-
-
-def _shown(text: str) -> str:
-    return shown(repr(text))

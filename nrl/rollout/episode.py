@@ -34,14 +34,14 @@ from nrl.envs.types import (
 )
 from nrl.errors import DataError, EnvError, ExecutableError, LostRequest, ModelError
 from nrl.log import error_text
-from nrl.rollout.bridges import Fork
+from nrl.rollout.bridges import TraceFork
 from nrl.rollout.conversations import Conversation
 from nrl.rollout.lengths import least_tokens
 
-__all__ = ["Episode", "Generate", "earn", "failed", "play", "run_episode"]
+__all__ = ["Episode", "Generate", "earn", "play", "record_failure", "run_episode"]
 
 type Generate = Callable[..., Awaitable[Completion]]
-"""Continue token ids with the policy; a second argument are `nrl.rollout.sampler_client.Limits`, if there are some."""
+"""Continue token ids with the policy; an optional second argument is `nrl.rollout.sampler_client.TurnLimits`."""
 
 _OF_A_ROW = (
     *("token_ids", "sampled", "turn_of", "logprobs", "versions", "turn_rewards"),
@@ -89,7 +89,7 @@ class Episode:
     turn_components: dict[int, dict[str, float]] = attrs.field(factory=dict)
     drawn: int = 0
     earlier: list["Episode"] = attrs.field(factory=list)
-    forked: Fork | None = None
+    forked: TraceFork | None = None
     status: Status = "ok"
     cut: bool = False
     truncated: bool = False
@@ -175,7 +175,7 @@ class Episode:
             known = completion.routes[:0] if self.routes is None else self.routes
             self.routes = torch.cat([known, completion.routes[len(known) :]])
 
-    def fork(self, kept: int, appended: Sequence[int], why: Fork) -> None:
+    def fork(self, kept: int, appended: Sequence[int], why: TraceFork) -> None:
         """Begin another row, with some of this one's tokens, which are not trained on once more."""
         self.earlier.append(attrs.evolve(self, earlier=[]))
         self.token_ids, self.routes = self.token_ids[:kept], None if self.routes is None else self.routes[:kept]
@@ -285,7 +285,7 @@ async def play(
         if isinstance(prompt, Mapping) and (least := least_tokens(prompt, tokenizer, context_length)):
             return (await answered(await act(Turn(stop_reason="length", prompt_tokens=least)))).done
         try:
-            tokens = chat.asked(render)
+            tokens = chat.render_prompt(render)
         except DataError as error:
             if not chat.is_request:
                 raise
@@ -326,7 +326,7 @@ async def play(
                     taken = await act(Turn(stop_reason="length", prompt_tokens=least))
                     continue
             try:
-                row, (kept, appended, fork) = chat.observed(taken.observation, rows)
+                row, (kept, appended, fork) = chat.add_observation(taken.observation, rows)
             except DataError as error:
                 if not chat.is_request:
                     raise
@@ -361,7 +361,7 @@ async def play(
                 episode.fail(error_text(error))
                 break
             episode.append(completion.token_ids.tolist(), completion)
-            episode.turns.append(chat.said(completion, episode.token_ids))
+            episode.turns.append(chat.add_turn(completion, episode.token_ids))
             taken = await _guarded(step(episode.turns[-1]), episode)
             if taken is None or taken.done:
                 break
@@ -383,11 +383,11 @@ async def _guarded[T](work: Awaitable[T], episode: Episode) -> T | None:
     try:
         return await work
     except Exception as error:
-        failed(error, episode)
+        record_failure(error, episode)
         return None
 
 
-def failed(error: Exception, episode: Episode) -> None:
+def record_failure(error: Exception, episode: Episode) -> None:
     """Note what a call of an environment's function raised; what no row is to blame for is raised again.
 
     A ModelError is nrl's own, as of a chat template that has no place for tools; one of user code is `Failed` by now.
@@ -403,7 +403,7 @@ def earn(episode: Episode, verdict: Any) -> None:
     try:
         episode.earn(verdict)
     except EnvError as error:
-        failed(error, episode)
+        record_failure(error, episode)
 
 
 async def _close(work: Awaitable[Any]) -> None:

@@ -22,7 +22,7 @@ from nrl.envs.types import is_env
 from nrl.errors import DataError, EnvError, NrlError
 from nrl.rollout.episode import Episode
 from nrl.rollout.lengths import check_answer_length
-from nrl.rollout.rollout_batch import played
+from nrl.rollout.rollout_batch import play_batch
 from nrl.rollout.transcripts import last_turn, rows_of_episodes, transcriber
 
 __all__ = ["Graded", "failures_of", "fields_of", "grade", "measure"]
@@ -34,28 +34,27 @@ class Graded:
 
     Args:
         prompt: the task's.
-        answer: the task's right answer; None: it has none.
-        samples: texts; of an episode of several turns, what the policy wrote last.
-        rewards: of each sample, several added up; None: the verifier or the environment failed, which is no reward of
-            0.
-        answers: of each sample, found by the verifier's extractor; None: it found none. None in place of the list: the
-            verifier has no extractor.
+        answer: the task's right answer; None: unknown.
+        samples: texts; of an episode of several turns, the last turn of the policy.
+        rewards: of each sample, several added up; None: the verifier or the environment failed, unlike a reward of 0.
+        answers: of each sample, found by the verifier's extractor; None: no answer was found. None in place of the
+            list: the verifier has no extractor.
         lengths: sampled tokens, of all turns.
         truncated: whether a length limit stopped the sample.
-        numbers: by name, for each sample; None: it has no such number. ``"reward/<name>"`` are components of the
-            reward, ``"env/<name>"`` the last that the environment reported.
-        turns: of an environment's episodes, how many turns the policy had. None, as for all that follow: a verifier's.
-        statuses: what became of each, one of `nrl.envs.STATUSES`.
-        conversations: of each the parts in order, with ``role``, ``text``, ``reward`` and so on; see
-            `nrl.rollout.transcripts.Transcript`. Where an episode forked, another prompt is among them.
-        failures: of each sample why it has no reward, with its ``status`` and the ``error``; None: it has one. None in
-            place of the list: all have.
-        fields: the task's other fields, as far as they are values of JSON.
-        traces: where an environment has a verifier, what that was given of each episode: ``prompt``, ``turns`` and
-            ``observations``. None: the sample says it all, or they are no values of JSON.
-        replies: of each sample the ``answer``, ``reasoning`` and ``reasoning_ended`` of its last turn, as far as its
-            text does not say them, such as where the prompt opened reasoning that was cut. None in place of the list:
-            all texts say them.
+        numbers: by name, for each sample; None: not reported. ``"reward/<name>"`` are components of the reward,
+            ``"env/<name>"`` the last numbers of the environment.
+        turns: number of turns of the policy in each episode. None, as for all following fields: a verifier's samples.
+        statuses: the status of each sample, one of `nrl.envs.STATUSES`.
+        conversations: the parts of each sample in order, with ``role``, ``text``, ``reward`` and more; see
+            `nrl.rollout.transcripts.RowTranscript`. A forked episode has a prompt for each fork.
+        failures: ``status`` and ``error`` of each sample without a reward; None: the sample has a reward. None in
+            place of the list: all samples have rewards.
+        fields: the task's other fields with values of JSON.
+        traces: the input of an environment's verifier for each episode: ``prompt``, ``turns`` and ``observations``.
+            None: the sample is the whole input, or the input has values outside of JSON.
+        replies: ``answer``, ``reasoning`` and ``reasoning_ended`` of the last turn of each sample, unless its text has
+            these, for example after a prompt with an opening mark of reasoning. None in place of the list: all texts
+            have these.
 
     >>> graded = Graded("1+1=", "2", ["2", "3"], [1.0, 0.0], ["2", "3"], [2, 2], [False, False])
     >>> Graded(**attrs.asdict(graded)) == graded
@@ -95,22 +94,22 @@ def grade(
 
     Args:
         sampler: the policy.
-        verifier: such as `nrl.envs.number`; or an environment. Then a sample is an episode, which counts once however
-            often it forked; there are no extracted answers, and its timeout is its own.
-        tasks: with a ``"prompt"``, and the fields that the verifier reads; or those that the environment does.
+        verifier: a verifier, for example `nrl.envs.number`, or an environment. A sample of an environment is an
+            episode, counted once even if forked, without extracted answers, and with the environment's own timeout.
+        tasks: with a ``"prompt"``, and the fields of the verifier; or with the fields of the environment.
         n: samples a task.
         sampling: instead of the sampler's own.
-        seed: of the noise; a sample's noise is a function of the seed, the number of its task and its place there.
+        seed: of the noise, a function of the seed, the number of the task, and the index of the sample.
         first_group: the number of the first task.
-        timeout: seconds that one call of the verifier may take; None: no limit. Left out, as in `nrl.envs.single_turn`.
+        timeout: seconds for one call of the verifier; None: no limit. Default: as in `nrl.envs.single_turn`.
 
     Returns:
         One for each task, in order.
 
     Raises:
-        DataError: there are no tasks, or ``n`` is not positive.
+        DataError: ``tasks`` is empty, or ``n`` is not positive.
         ArgumentError: ``max_new_tokens`` of the sampling are more than the sampler's context has tokens.
-        EnvError: the verifier is neither a function nor an environment, or there is a ``timeout`` for an environment.
+        EnvError: the verifier is neither a function nor an environment, or ``timeout`` is given for an environment.
         GenerationError: the sampler could not serve a request. Its other errors are passed on, too.
 
     >>> import nrl
@@ -130,12 +129,12 @@ def grade(
                 f"grade: timeout is {timeout}, and an environment has its own; leave it out, and make the environment "
                 "with it, as in Environment(reset, step, timeout=...)"
             )
-        batch, episodes = played(sampler, verifier, tasks, n, sampling, seed, first_group)
-        found = _played(batch, tasks, n, sampler.tokenizer)
-        traces = [_traces(each) if getattr(verifier, "verifier", None) else None for each in episodes]
+        batch, episodes = play_batch(sampler, verifier, tasks, n, sampling, seed, first_group)
+        results = _grade_episodes(batch, tasks, n, sampler.tokenizer)
+        traces = [_traces(group) if getattr(verifier, "verifier", None) else None for group in episodes]
         return [
-            attrs.evolve(each, failures=failures_of(own), traces=seen, replies=_replies(own))
-            for each, own, seen in zip(found, episodes, traces, strict=True)
+            attrs.evolve(result, failures=failures_of(group), traces=group_traces, replies=_replies(group))
+            for result, group, group_traces in zip(results, episodes, traces, strict=True)
         ]
     if not callable(verifier):
         raise EnvError(
@@ -143,46 +142,49 @@ def grade(
             "the functions reset and step"
         )
     env = single_turn(verifier, timeout=timeout)
-    batch, episodes = played(sampler, env, tasks, n, sampling, seed, first_group)
+    batch, episodes = play_batch(sampler, env, tasks, n, sampling, seed, first_group)
     ids, ends, truncated = batch["input_ids"], batch["attention_mask"].sum(-1).tolist(), batch["truncated"].tolist()
-    given, extract = _rewards(batch), extractor(verifier)
+    rewards, extract = _rewards(batch), extractor(verifier)
 
-    def graded(place: int, task: Task) -> Graded:
-        start, rows = _prompt_tokens(task, sampler), range(place * n, (place + 1) * n)
+    def grade_task(index: int, task: Task) -> Graded:
+        start, rows = _prompt_tokens(task, sampler), range(index * n, (index + 1) * n)
         # By the length of the prompt rather than by the loss mask, which is empty where the verifier failed
         texts = [sampler.tokenizer.decode(ids[row, start : ends[row]], skip_special_tokens=True) for row in rows]
         return Graded(
             task.get("prompt"),
             task.get("answer"),
             texts,
-            [given[row] for row in rows],
-            None if extract is None else [extract(each.trace.answer) for each in episodes[place]],
+            [rewards[row] for row in rows],
+            None if extract is None else [extract(episode.trace.answer) for episode in episodes[index]],
             [max(0, ends[row] - start) for row in rows],
             [truncated[row] for row in rows],
             _numbers(batch, rows),
-            failures=failures_of(episodes[place]),
+            failures=failures_of(episodes[index]),
             fields=fields_of(task),
-            replies=_replies(episodes[place]),
+            replies=_replies(episodes[index]),
         )
 
-    return [graded(place, task) for place, task in enumerate(tasks)]
+    return [grade_task(index, task) for index, task in enumerate(tasks)]
 
 
-def _played(batch: Batch, tasks: Sequence[Task], n: int, tokenizer: Any) -> list[Graded]:
-    """What is graded where an environment was played: an episode counts once, with all its rows."""
+def _grade_episodes(batch: Batch, tasks: Sequence[Task], n: int, tokenizer: Any) -> list[Graded]:
+    """Grade the episodes of an environment: each counts once, with all its rows."""
     columns: dict[str, Any] = {str(key): value for key, value in batch.items()}
-    episodes, given = rows_of_episodes(columns, len(batch)), _rewards(batch)
+    episodes, rewards = rows_of_episodes(columns, len(batch)), _rewards(batch)
     transcript = transcriber(tokenizer)
 
-    def graded(place: int, task: Task) -> Graded:
-        group = episodes[place * n : (place + 1) * n]
+    def grade_task(index: int, task: Task) -> Graded:
+        group = episodes[index * n : (index + 1) * n]
         firsts, rows = [rows[0] for rows in group], [[transcript(columns, row) for row in rows] for rows in group]
-        conversations = [[part for row in each for part in row.parts] for each in rows]
+        conversations = [[part for row in transcripts for part in row.parts] for transcripts in rows]
         return Graded(
             task.get("prompt"),
             task.get("answer"),
-            [last_turn(each[-1], columns, rows[-1], tokenizer) for each, rows in zip(rows, group, strict=True)],
-            [given[row] for row in firsts],
+            [
+                last_turn(transcripts[-1], columns, rows[-1], tokenizer)
+                for transcripts, rows in zip(rows, group, strict=True)
+            ],
+            [rewards[row] for row in firsts],
             None,
             [int(columns["sampled"][rows].sum()) for rows in group],
             columns["truncated"][firsts].tolist(),
@@ -193,55 +195,58 @@ def _played(batch: Batch, tasks: Sequence[Task], n: int, tokenizer: Any) -> list
             fields=fields_of(task),
         )
 
-    return [graded(place, task) for place, task in enumerate(tasks)]
+    return [grade_task(index, task) for index, task in enumerate(tasks)]
 
 
 def failures_of(episodes: Sequence[Episode]) -> list[dict[str, str] | None] | None:
-    """Why each of some episodes failed; None: none did.
+    """Return the failure of each episode; None: none failed.
 
     >>> failures_of([Episode(), Episode(failure="OSError: away", status="infra_error")])
     [None, {'status': 'infra_error', 'error': 'OSError: away'}]
     """
-    found = [None if each.failure is None else {"status": each.status, "error": each.failure} for each in episodes]
-    return found if any(found) else None
+    failures = [
+        None if episode.failure is None else {"status": episode.status, "error": episode.failure}
+        for episode in episodes
+    ]
+    return failures if any(failures) else None
 
 
 def fields_of(task: Task) -> dict[str, Any]:
-    """What a task has beside prompt and answer, but for what no line of JSON can hold, such as an image."""
-    return {key: value for key, value in task.items() if key not in ("prompt", "answer") and _plain(value)}
+    """Return the fields of a task beside prompt and answer, without values that JSON cannot hold, such as images."""
+    return {key: value for key, value in task.items() if key not in ("prompt", "answer") and _is_json(value)}
 
 
 def _traces(episodes: Sequence[Episode]) -> list[dict[str, Any]] | None:
-    found = [
-        {"prompt": each.prompt, "turns": [turn.text for turn in each.turns], "observations": each.observations}
-        for each in episodes
+    traces = [
+        {"prompt": episode.prompt, "turns": [turn.text for turn in episode.turns], "observations": episode.observations}
+        for episode in episodes
     ]
-    return found if _plain(found) else None
+    return traces if _is_json(traces) else None
 
 
 def _replies(episodes: Sequence[Episode]) -> list[dict[str, Any]] | None:
-    found = [each.turns[-1].beyond_text if each.turns else {} for each in episodes]
-    return found if any(found) else None
+    replies = [episode.turns[-1].beyond_text if episode.turns else {} for episode in episodes]
+    return replies if any(replies) else None
 
 
-def _plain(value: Any) -> bool:
+def _is_json(value: Any) -> bool:
     try:
-        return bool(json.loads(json.dumps(value)) == value)  # so that what is read is what was there
+        return bool(json.loads(json.dumps(value)) == value)  # The value read back has to be equal.
     except (TypeError, ValueError):
         return False
 
 
 def _rewards(batch: Batch) -> list[float | None]:
-    """The reward of each row, several added up; None where the row is not valid."""
+    """Return the reward of each row; several are added up. None: the row is not valid."""
     rewards = batch["rewards"].sum(-1) if batch["rewards"].ndim > 1 else batch["rewards"]
     return [x if valid else None for x, valid in zip(rewards.tolist(), batch["valid"].tolist(), strict=True)]
 
 
 def _numbers(batch: Batch, rows: Sequence[int]) -> dict[str, list[float | None]]:
-    """Components of rewards, and what the environment reported."""
+    """Return components of rewards, and numbers that the environment reported."""
     names = sorted(str(key) for key in batch.keys() if str(key).startswith(("env/", "reward/")))
-    found = {name: batch[name][list(rows)].tolist() for name in names}
-    return {name: [x if math.isfinite(x) else None for x in values] for name, values in found.items()}
+    columns = {name: batch[name][list(rows)].tolist() for name in names}
+    return {name: [x if math.isfinite(x) else None for x in values] for name, values in columns.items()}
 
 
 def _prompt_tokens(task: Task, sampler: Sampler) -> int:
@@ -263,10 +268,10 @@ def measure(graded: Sequence[Graded], k: Sequence[int] = (), *, passing: float =
     - ``eval/length``: the mean number of sampled tokens; ``eval/truncated``: the fraction that hit a length limit.
     - ``eval/turns``: the mean number of turns, and ``eval/status/<name>``: the number of samples whose status was not
       ``"ok"``, by what became of them. Both are of environments.
-    - ``eval/invalid``: the number of samples that are left out.
+    - ``eval/invalid``: the number of omitted samples.
 
-    ``eval/pass@<k>`` leaves out tasks with fewer than k samples left, and the majority those with none. The weight of
-    each metric is the number of tasks, or samples, that were measured.
+    ``eval/pass@<k>`` leaves out tasks with fewer than k valid samples, the majority tasks without a valid sample. The
+    weight of each metric is the number of measured tasks or samples.
 
     Args:
         graded: from `grade`; of several calls, one after the other.
@@ -285,37 +290,37 @@ def measure(graded: Sequence[Graded], k: Sequence[int] = (), *, passing: float =
     {'eval/reward': 0.6666666666666666, 'eval/pass@1': 0.6666666666666666, 'eval/pass@2': 1.0, 'eval/majority': 1.0,
      'eval/unanswered': 0.0, 'eval/length': 1.0, 'eval/truncated': 0.0, 'eval/invalid': 0.0}
     """
-    fewest = min((len(each.rewards) for each in graded), default=0)
-    for wrong in (each for each in k if not 1 <= each <= fewest):
+    fewest = min((len(result.rewards) for result in graded), default=0)
+    for wrong in (value for value in k if not 1 <= value <= fewest):
         raise DataError(f"measure: k is {wrong}, and there are {fewest} samples a task; give k from 1 to {fewest}")
     rows = [
-        (group, place)
-        for group, each in enumerate(graded)
-        for place, reward in enumerate(each.rewards)
+        (group, index)
+        for group, result in enumerate(graded)
+        for index, reward in enumerate(result.rewards)
         if reward is not None
     ]
 
     def column(name: str) -> list[Any]:
-        return [getattr(graded[group], name)[place] for group, place in rows]
+        return [getattr(graded[group], name)[index] for group, index in rows]
 
     rewards, group_ids = column("rewards"), torch.tensor([group for group, _ in rows], dtype=torch.int64)
     passed = torch.tensor([reward >= passing for reward in rewards], dtype=torch.bool)
     metrics: Metrics = {"eval/reward": _mean(rewards)}
-    metrics |= {f"eval/pass@{each}": pass_at_k(passed, group_ids, each) for each in k}
-    if fewest > 1 and all(each.answers is not None for each in graded):
+    metrics |= {f"eval/pass@{count}": pass_at_k(passed, group_ids, count) for count in k}
+    if fewest > 1 and all(result.answers is not None for result in graded):
         answers = column("answers")
         metrics["eval/majority"] = majority(passed, group_ids, answers)
         metrics["eval/unanswered"] = _mean([answer is None for answer in answers])
-    for name in sorted({name for each in graded for name in each.numbers}):
-        found = [graded[group].numbers[name][place] for group, place in rows if name in graded[group].numbers]
-        metrics[f"eval/{name}"] = _mean([x for x in found if x is not None])
-    if graded and all(each.turns is not None for each in graded):
+    for name in sorted({name for result in graded for name in result.numbers}):
+        numbers = [graded[group].numbers[name][index] for group, index in rows if name in graded[group].numbers]
+        metrics[f"eval/{name}"] = _mean([x for x in numbers if x is not None])
+    if graded and all(result.turns is not None for result in graded):
         metrics["eval/turns"] = _mean(column("turns"))
     metrics["eval/length"], metrics["eval/truncated"] = _mean(column("lengths")), _mean(column("truncated"))
-    if graded and all(each.statuses is not None for each in graded):
-        statuses = [status for each in graded for status in each.statuses or ()]
+    if graded and all(result.statuses is not None for result in graded):
+        statuses = [status for result in graded for status in result.statuses or ()]
         metrics |= {f"eval/status/{name}": Sum(torch.tensor(statuses.count(name))) for name in STATUSES[1:]}
-    metrics["eval/invalid"] = Sum(torch.tensor(sum(len(each.rewards) for each in graded) - len(rows)))
+    metrics["eval/invalid"] = Sum(torch.tensor(sum(len(result.rewards) for result in graded) - len(rows)))
     return metrics
 
 

@@ -16,11 +16,11 @@ __all__ = ["check_answer_length", "least_tokens"]
 _PROBED = 8  # characters for each token of the context; of a longer text this much is encoded
 
 
-def check_answer_length(who: str, sampler: Sampler, sampling: Sampling | None) -> None:
+def check_answer_length(caller: str, sampler: Sampler, sampling: Sampling | None) -> None:
     """Check before anything is sampled that an answer may be as long as the sampling says.
 
     Args:
-        who: how the error begins.
+        caller: how the error begins.
         sampler: has a context.
         sampling: None: the sampler's own.
 
@@ -30,10 +30,10 @@ def check_answer_length(who: str, sampler: Sampler, sampling: Sampling | None) -
     chosen = sampling or sampler.sampling
     if chosen.max_new_tokens > sampler.context_length:
         raise ArgumentError(
-            f"{who}: sampling.max_new_tokens={chosen.max_new_tokens} is more than the {sampler.context_length} tokens "
-            "that prompt and answer may have together (the positions of the model, unless its tokenizer or its engine "
-            f"has a smaller limit); set sampling.max_new_tokens below {sampler.context_length}, or take a model with "
-            "more positions",
+            f"{caller}: sampling.max_new_tokens={chosen.max_new_tokens} is more than the {sampler.context_length} "
+            "tokens that prompt and answer may have together (the positions of the model, unless its tokenizer or its "
+            f"engine has a smaller limit); set sampling.max_new_tokens below {sampler.context_length}, or take a model "
+            "with more positions",
             "sampling",
         )
 
@@ -46,14 +46,14 @@ def least_tokens(request: Any, tokenizer: Any, context_length: int) -> int:
         tokenizer: of the model.
         context_length: the most tokens of the model.
     """
-    budget = left = _PROBED * context_length
+    budget = remaining = _PROBED * context_length
     parts = list[str]()
     for text in _texts(request):
-        parts.append(text[:left])
-        left -= len(parts[-1])
-        if not left:
+        parts.append(text[:remaining])
+        remaining -= len(parts[-1])
+        if not remaining:
             break
-    if left:
+    if remaining:
         return 0
     tokens = len(encode("".join(parts)[:budget], tokenizer))
     return tokens if tokens > context_length else 0

@@ -13,10 +13,10 @@ from nrl.arguments import checked
 from nrl.data.cursors import Source, Stream
 from nrl.errors import DataError
 from nrl.runtime.mesh.futures import done
-from nrl.runtime.preemption import patience
-from nrl.runtime.threads import Daemons
+from nrl.runtime.preemption import patience_left
+from nrl.runtime.threads import DaemonThreadPool
 
-__all__ = ["ahead", "at_end", "end_early", "too_late"]
+__all__ = ["ahead", "at_end", "close_early", "is_closed"]
 
 _LOOK = 1.0  # seconds between two looks whether there is still time to wait
 _SOON = 0.01  # seconds between two looks where there is none, for an item to begin whose turn it is
@@ -26,15 +26,15 @@ _AT_END: ContextVar[bool] = ContextVar("at end", default=False)
 _ASKED: ContextVar[int | None] = ContextVar("asked", default=None)  # how often it had, when an item was asked for early
 
 
-def end_early() -> None:
-    """Let nothing begin any more that was asked for early until now; what is under way is not touched."""
+def close_early() -> None:
+    """Cancel the requested items that have not begun; items under way are not touched."""
     global _ends
     _ends += 1
 
 
 @contextmanager
 def at_end(last: bool = True) -> Iterator[None]:
-    """Ask for states without waiting for items that are under way: they are made anew if anybody goes on.
+    """Read states without waiting for items under way: a resumed program makes them anew.
 
     Args:
         last: whether to; else the block changes nothing.
@@ -46,37 +46,37 @@ def at_end(last: bool = True) -> Iterator[None]:
         _AT_END.reset(token)
 
 
-def too_late() -> bool:
-    """Whether this thread is to make an item that was asked for before `end_early`."""
+def is_closed() -> bool:
+    """Return whether this thread makes an item that was requested before `close_early`."""
     return _ASKED.get() not in (None, _ends)
 
 
 @checked("ahead")
 def ahead[T](stream: Stream[T], n: int) -> Source[T]:
-    """Items up to ``n`` versions early: pull ``k`` gets an item made before pull ``max(k - n, 0)`` returned.
+    """Produce items up to ``n`` versions early: pull ``k`` gets an item made before pull ``max(k - n, 0)`` returned.
 
     Before each pull returns, production is ``n`` items ahead of the consumer, so a row's lag is at most ``n``. If
     weights are published once a pull, the lag of pull ``k`` is exactly ``min(k, n)`` on the local cluster. With ``n=0``
-    nothing is early, and the loop is synchronous. If other processes make the items, such as a sampler on a Ray mesh, a
-    pull waits for its own item alone: the others are produced, one after the other, while the program trains. The lag
-    is at most ``n`` then, too; asking for the state waits for pending items. Near the end of a loop over `Run.steps`
-    such processes make none early that the loop will not take, also behind `batched`, `drop_uniform`, `filtered` and
-    `fresh`; but a transform of your own has to pass ``expect`` on.
+    the loop is synchronous. If other processes make the items, for example a sampler on a Ray mesh, a pull waits for
+    its own item alone: later items are produced in order while the program trains. The lag is at most ``n`` then, too;
+    reading the state waits for pending items. Near the end of a loop over `Run.steps` these processes make no surplus
+    items, also behind `batched`, `drop_uniform`, `filtered` and `fresh`; a transform of your own has to pass ``expect``
+    on.
 
-    On the local cluster the last pulls make ``n`` items that the loop does not take. A longer run goes on with these:
-    made later, they would be of newer weights, and its numbers would not be those of a run that was longer at once.
+    On the local cluster the last pulls make ``n`` surplus items. A longer run continues with these, because items made
+    later have newer weights, and numbers would differ from a run with more steps from the start.
 
     A sampler on a Ray mesh that shares GPUs with the trainer cannot work while that trains: `nrl.publish` refuses it.
 
     Args:
         stream: makes the items.
-        n: how many items may be waiting.
+        n: limit of waiting items.
 
     Raises:
         DataError: ``n`` is negative.
 
-    >>> from nrl.data import counting
-    >>> early = ahead(counting(), 2)
+    >>> from nrl.data import count_loads
+    >>> early = ahead(count_loads(), 2)
     >>> early.take(1), early.state()["pending"]
     ([0], [1, 2])
     """
@@ -86,18 +86,18 @@ def ahead[T](stream: Stream[T], n: int) -> Source[T]:
     if n and hasattr(sampler, "lag"):
         sampler.lag = max(n, sampler.lag)
     mark_source = getattr(stream, "mark", None)
-    made: deque[tuple[futures.Future[T], list[dict[str, Any]]]] = deque()  # items; if remote, with the state before
+    items: deque[tuple[futures.Future[T], list[dict[str, Any]]]] = deque()  # items; if remote, with the state before
     handed = 0  # how many of these the last pull handed out
     expected: float = math.inf  # how many will still be taken
-    beside = Daemons(1, "ahead") if n and getattr(stream, "remote", False) else None
+    pool = DaemonThreadPool(1, "ahead") if n and getattr(stream, "remote", False) else None
 
     def one() -> T:
         return stream.take(1)[0]
 
-    def work(asked: int) -> None:
-        """Make the items that have not been begun, in the thread beside."""
-        _ASKED.set(asked)
-        for future, before in list(made):
+    def work(generation: int) -> None:
+        """Make the items that have not begun, in the thread of the pool."""
+        _ASKED.set(generation)
+        for future, before in list(items):
             if future.running() or future.done():
                 continue
             future.set_running_or_notify_cancel()
@@ -111,33 +111,33 @@ def ahead[T](stream: Stream[T], n: int) -> Source[T]:
 
     def produce() -> None:
         # An interrupt may come between any two calls: items in `made` will be made, and no others have been
-        if beside is not None:
-            made.append((futures.Future(), []))
-            beside.submit(work, _ends)
+        if pool is not None:
+            items.append((futures.Future(), []))
+            pool.submit(work, _ends)
             return
-        back, size = mark_source() if mark_source else None, len(made)
+        back, size = mark_source() if mark_source else None, len(items)
         try:
-            made.append((done(one()), []))
+            items.append((done(one()), []))
         except BaseException:
-            if back and len(made) == size:
+            if back and len(items) == size:
                 back()
             raise
 
     def forget_handed() -> None:
         """Forget the items that were handed out: from now on they cannot come back."""
-        nonlocal made, handed
-        made, handed = deque(islice(made, handed, None)), 0
+        nonlocal items, handed
+        items, handed = deque(islice(items, handed, None)), 0
 
     def take(count: int) -> list[T]:
         nonlocal handed
         forget_handed()
         taken = []
-        early = n if beside is None else min(n, max(0, expected - count))  # here their lag is exact, also of those left
-        for place in range(count):
-            while len(made) <= place + early:
+        early = n if pool is None else min(n, max(0, expected - count))  # here their lag is exact, also of those left
+        for index in range(count):
+            while len(items) <= index + early:
                 produce()
-            taken.append(made[place][0].result())
-        handed = count  # in one step: an interrupt may come at any moment
+            taken.append(items[index][0].result())
+        handed = count  # One assignment, since an interrupt may come at any moment.
         return taken
 
     def expect(count: int | None) -> None:
@@ -155,13 +155,13 @@ def ahead[T](stream: Stream[T], n: int) -> Source[T]:
 
     def state() -> dict[str, Any]:
         pending: list[T] = []
-        if beside is not None:
-            beside.submit(work, _ends)
-        for future, before in islice(list(made), handed, None):  # before the source is asked where it is
+        if pool is not None:
+            pool.submit(work, _ends)
+        for future, before in islice(list(items), handed, None):  # before the source is asked where it is
             while not future.done():
-                left = 0.0 if _AT_END.get() else patience()  # which may begin to count meanwhile
-                futures.wait([future], timeout=_LOOK if left is None else max(left, _SOON))
-                if left is not None and not future.done() and before:
+                remaining = 0.0 if _AT_END.get() else patience()  # It may begin to count meanwhile.
+                futures.wait([future], timeout=_LOOK if remaining is None else max(remaining, _SOON))
+                if remaining is not None and not future.done() and before:
                     return {"source": before[0], "pending": pending}  # the item under way is made anew
             if _AT_END.get() and before and future.exception() is not None:  # nobody has asked for the item yet
                 return {"source": before[0], "pending": pending}
@@ -169,19 +169,19 @@ def ahead[T](stream: Stream[T], n: int) -> Source[T]:
         return {"source": stream.state(), "pending": pending}
 
     def restore(state: Mapping[str, Any]) -> None:
-        nonlocal made, handed
-        for future, _ in made:
+        nonlocal items, handed
+        for future, _ in items:
             with suppress(Exception):  # nobody wants the item any more
                 future.result()
         stream.restore(state["source"])
-        made, handed = deque((done(each), []) for each in state["pending"]), 0
+        items, handed = deque((done(item), []) for item in state["pending"]), 0
 
     return Source(
         take,
         state,
         restore,
         getattr(stream, "remote", False),
-        mark if mark_source or beside else None,
+        mark if mark_source or pool else None,
         sampler,
         expect=expect,
     )

@@ -1,4 +1,4 @@
-"""Verify again what was sampled before: a verifier, and stored samples in place of a policy."""
+"""Verification of stored samples by another verifier."""
 
 import asyncio
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from nrl.envs.inprocess.call_with_timeout import Caller, calling
 from nrl.envs.return_values import verdicts_of
 from nrl.envs.types import TIMEOUT, Turn, is_env, judges_group
 from nrl.errors import EnvError
-from nrl.rollout.episode import Episode, earn, failed
+from nrl.rollout.episode import Episode, earn, record_failure
 from nrl.rollout.evaluate import Graded, failures_of, fields_of
-from nrl.rollout.scheduler import hashed
+from nrl.rollout.scheduler import derive_seed
 
-__all__ = ["is_asked_again", "regrade"]
+__all__ = ["can_rescore", "regrade"]
 
 
 def regrade(
@@ -48,34 +48,35 @@ def regrade(
     >>> regrade([lambda task, trace: float(trace.text)], [{"prompt": "1+1="}], [old])[0].rewards
     [2.0, 3.0]
     """
-    envs = [_judging(each) for each in judges]
-    episodes = asyncio.run(_judged(envs, tasks, graded, seed, first_group))
-    names = sorted({name for some in episodes for each in some for name in each.components})
+    envs = [_make_judge_env(judge) for judge in judges]
+    episodes = asyncio.run(_judge_all(envs, tasks, graded, seed, first_group))
+    names = sorted({name for group in episodes for episode in group for name in episode.components})
     alone: Any = judges[0] if len(judges) == 1 and not is_env(judges[0]) else None
     extract = None if alone is None else extractor(alone)
 
-    def again(task: Task, old: Graded, some: Sequence[Episode]) -> Graded:
+    def regrade_task(task: Task, old: Graded, samples: Sequence[Episode]) -> Graded:
         numbers = {name: values for name, values in old.numbers.items() if not name.startswith("reward/")}
         for name in names:
             numbers[f"reward/{name}"] = [
-                _float32(each.components[name]) if each.counts and name in each.components else None for each in some
+                _sum_float32(sample.components[name]) if sample.counts and name in sample.components else None
+                for sample in samples
             ]
         return attrs.evolve(
             old,
             answer=task.get("answer"),
-            rewards=[_float32(each.reward) if each.counts else None for each in some],
-            answers=None if extract is None else [extract(each.trace.answer) for each in some],
+            rewards=[_sum_float32(sample.reward) if sample.counts else None for sample in samples],
+            answers=None if extract is None else [extract(sample.trace.answer) for sample in samples],
             numbers=dict(sorted(numbers.items())),
-            statuses=None if old.statuses is None else [each.status for each in some],
-            failures=failures_of(some),
+            statuses=None if old.statuses is None else [sample.status for sample in samples],
+            failures=failures_of(samples),
             fields=fields_of(task),
         )
 
-    return [again(task, old, some) for task, old, some in zip(tasks, graded, episodes, strict=True)]
+    return [regrade_task(task, old, samples) for task, old, samples in zip(tasks, graded, episodes, strict=True)]
 
 
-def _judging(judge: Any) -> Env:
-    """An environment that is asked for its verifier and its timeout alone."""
+def _make_judge_env(judge: Any) -> Env:
+    """Return an environment, of which only the verifier and the timeout are used."""
     if not is_env(judge):
         seconds = TIMEOUT if getattr(judge, "of_group", False) else getattr(judge, "timeout", TIMEOUT)
         return Environment(lambda task: (task, ""), lambda state, turn: state, None, judge, seconds)
@@ -87,69 +88,74 @@ def _judging(judge: Any) -> Env:
     return judge
 
 
-async def _judged(
+async def _judge_all(
     envs: Sequence[Env], tasks: Sequence[Task], graded: Sequence[Graded], seed: int, first_group: int
 ) -> list[list[Episode]]:
     with ExitStack() as stack:
         callers = [stack.enter_context(calling(env)) for env in envs]
 
-        async def judged(number: int, task: Any, old: Graded) -> list[Episode]:
+        async def judge_task(number: int, task: Any, old: Graded) -> list[Episode]:
             task = task.copy()
-            task.setdefault("seed", hashed(seed, number))
-            own = task.get("source", 0) if len(envs) > 1 else 0
-            episodes = [_episode(task, old, place) for place in range(len(old.samples))]
-            verifier: Any = envs[own].verifier  # type: ignore[attr-defined]
-            live = [each for each in episodes if each.counts]
+            task.setdefault("seed", derive_seed(seed, number))
+            source = task.get("source", 0) if len(envs) > 1 else 0
+            episodes = [_restore_episode(task, old, index) for index in range(len(old.samples))]
+            verifier: Any = envs[source].verifier  # type: ignore[attr-defined]
+            live = [episode for episode in episodes if episode.counts]
             if judges_group(verifier, task):
-                await _judge(live, verifier, callers[own](task), task, True)
+                await _judge_episodes(live, verifier, callers[source](task), task, True)
             else:
-                await asyncio.gather(*(_judge([each], verifier, callers[own](task), task, False) for each in live))
+                await asyncio.gather(
+                    *(_judge_episodes([episode], verifier, callers[source](task), task, False) for episode in live)
+                )
             return episodes
 
         return await asyncio.gather(
-            *(judged(number, *each) for number, each in enumerate(zip(tasks, graded, strict=True), first_group))
+            *(
+                judge_task(number, *arguments)
+                for number, arguments in enumerate(zip(tasks, graded, strict=True), first_group)
+            )
         )
 
 
-async def _judge(episodes: Sequence[Episode], verifier: Any, call: Caller, task: Any, group: bool) -> None:
+async def _judge_episodes(episodes: Sequence[Episode], verifier: Any, call: Caller, task: Any, group: bool) -> None:
     if not episodes:
         return
     try:
-        traces = [each.trace for each in episodes]
-        found = await call(verifier, task.copy(), traces if group else traces[0])
-        verdicts = verdicts_of(found, len(episodes)) if group else [found]
+        traces = [episode.trace for episode in episodes]
+        result = await call(verifier, task.copy(), traces if group else traces[0])
+        verdicts = verdicts_of(result, len(episodes)) if group else [result]
     except Exception as error:
         for episode in episodes:
-            failed(error, episode)
+            record_failure(error, episode)
     else:
         for episode, verdict in zip(episodes, verdicts, strict=True):
             earn(episode, verdict)
 
 
-def _episode(task: Task, old: Graded, place: int) -> Episode:
-    reply: Any = old.replies[place] if old.replies else {}
+def _restore_episode(task: Task, old: Graded, index: int) -> Episode:
+    reply: Any = old.replies[index] if old.replies else {}
     if old.traces:
-        stored = old.traces[place]
+        stored = old.traces[index]
         turns = [Turn(text) for text in stored["turns"]]
         turns[-1:] = [Turn(turn, **reply) for turn in turns[-1:]]
         observations = list(stored["observations"])
         episode = Episode(prompt=stored["prompt"], turns=turns, observations=observations)
     else:
-        stop: Any = "length" if old.truncated[place] else "stop"
-        turn = Turn(old.samples[place], stop_reason=stop, **reply)
+        stop: Any = "length" if old.truncated[index] else "stop"
+        turn = Turn(old.samples[index], stop_reason=stop, **reply)
         episode = Episode(prompt=task.get("prompt", ""), turns=[turn])
-    episode.truncated = old.truncated[place]
-    if not is_asked_again(old, place):
-        known = (old.failures[place] if old.failures else None) or {}
-        episode.fail(known.get("error", "nothing was sampled"), known.get("status", "infra_error"))  # type: ignore[arg-type]
+    episode.truncated = old.truncated[index]
+    if not can_rescore(old, index):
+        failure = (old.failures[index] if old.failures else None) or {}
+        episode.fail(failure.get("error", "nothing was sampled"), failure.get("status", "infra_error"))  # type: ignore[arg-type]
     return episode
 
 
-def is_asked_again(old: Graded, place: int) -> bool:
-    """Whether there is something to verify in a sample: it was sampled, and its episode did not fail."""
-    return old.rewards[place] is not None or (old.statuses is None and old.lengths[place] > 0)
+def can_rescore(old: Graded, index: int) -> bool:
+    """Return whether a sample can be verified again: it was sampled, and its episode did not fail."""
+    return old.rewards[index] is not None or (old.statuses is None and old.lengths[index] > 0)
 
 
-def _float32(value: float | Sequence[float]) -> float:
-    """As the column of a batch has it."""
+def _sum_float32(value: float | Sequence[float]) -> float:
+    """Return the sum of rewards, rounded as in the column of a batch."""
     return float(torch.tensor(value, dtype=torch.float32).sum())

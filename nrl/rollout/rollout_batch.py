@@ -14,11 +14,11 @@ from nrl.envs.inprocess.threads import stuck
 from nrl.envs.types import declared_rewards
 from nrl.errors import DataError
 from nrl.rollout.episode import Episode
-from nrl.rollout.groups import Group
-from nrl.rollout.scheduler import Running, Schedule
+from nrl.rollout.episode_group import EpisodeGroup
+from nrl.rollout.scheduler import EpisodeSchedule, EpisodeScheduler
 from nrl.rollout.to_batch import rows_of
 
-__all__ = ["batch_of", "played", "rollout"]
+__all__ = ["batch_of", "play_batch", "rollout"]
 
 _FEWEST, _NEARLY_ALL = 4, 0.9  # episodes of a batch, and the share of them whose reasoning did not end
 
@@ -43,27 +43,26 @@ def rollout(
         tasks: each is a group.
         n: episodes of each task.
         sampling: instead of the sampler's own.
-        seed: of the noise, which is a function of the seed, the group, the place in the group, and the turn.
+        seed: of the noise, a function of the seed, the group, the index in the group, and the turn.
         first_group: the number of the first group; numbers have to be unique in the run.
-        concurrency: how many episodes may be live at a time; None: all.
+        concurrency: limit of live episodes; None: no limit.
 
     Returns:
-        A batch ``[B, T]``, a row for each of ``len(tasks) * n`` episodes, and more of those that forked, since a chat
-        template wrote their earlier turns in another way; ``episode_ids`` tells them. It has ``input_ids``,
-        ``attention_mask``, ``loss_mask``, ``rollout_logprobs``, ``turns`` (the policy's, from 0; -1 where none was
-        sampled), ``temperature``, ``rewards`` (NaN in failed rows), ``group_ids``, ``version``, ``valid``,
-        ``truncated``, ``reasoning_ended`` (false where the last turn is cut within its reasoning), ``sampled`` (how
-        many tokens were sampled for a row, those beyond the context too), ``status``
-        (its place among `nrl.envs.STATUSES`), where a reward is one number ``token_rewards`` (of each turn, at its last
-        token), with ``source`` where tasks have one, of a sampler that streams ``asked_again``, of one that streams or
-        a schedule that carries episodes on ``versions`` (of each token; -1 where it was not sampled), and of one that
-        records them ``routes``. ``reward/<name>`` are
-        components of rewards, and ``("components", <name>)``, which is ragged, has those of every turn, NaN where it
-        has none. Of the environment's own numbers ``env/<name>`` is the last that an episode reported;
-        ``("info", <name>)`` is ragged and has those of every step, NaN where it reported none.
+        A batch ``[B, T]``, a row for each of ``len(tasks) * n`` episodes, and further rows of forked episodes, whose
+        chat template changed earlier turns; ``episode_ids`` links their rows. Columns: ``input_ids``,
+        ``attention_mask``, ``loss_mask``, ``rollout_logprobs``, ``turns`` (the policy's, from 0; -1: not sampled),
+        ``temperature``, ``rewards`` (NaN in failed rows), ``group_ids``, ``version``, ``valid``, ``truncated``,
+        ``reasoning_ended`` (false: the last turn is cut within its reasoning), ``sampled`` (number of sampled tokens
+        of a row, including tokens beyond the context) and ``status`` (index in `nrl.envs.STATUSES`). With single
+        rewards: ``token_rewards`` (of each turn, at its last token). With sources of tasks: ``source``. With a
+        streaming sampler: ``asked_again``. With a streaming sampler or a schedule that continues episodes:
+        ``versions`` (of each token; -1: not sampled). With a sampler that records routes: ``routes``.
+        ``reward/<name>`` are components of rewards, and the ragged ``("components", <name>)`` has the components of
+        every turn, NaN if absent. ``env/<name>`` is the last number that an episode reported; the ragged ``("info",
+        <name>)`` has the numbers of every step, NaN if absent.
 
     Raises:
-        DataError: there are no tasks, or ``n`` or ``concurrency`` is not positive.
+        DataError: ``tasks`` is empty, or ``n`` or ``concurrency`` is not positive.
         GenerationError: the sampler could not serve a request. Its other errors are passed on, too.
 
     >>> import nrl
@@ -76,10 +75,10 @@ def rollout(
     >>> batch["group_ids"].tolist()
     [0, 0, 0, 0]
     """
-    return played(sampler, env, tasks, n, sampling, seed, first_group, concurrency)[0]
+    return play_batch(sampler, env, tasks, n, sampling, seed, first_group, concurrency)[0]
 
 
-def played(
+def play_batch(
     sampler: Sampler,
     env: Env,
     tasks: Sequence[Task],
@@ -89,11 +88,13 @@ def played(
     first_group: int,
     concurrency: int | None = None,
 ) -> tuple[Batch, list[list[Episode]]]:
-    """What `rollout` gives, and the episodes of each task, which know texts besides: why one failed, what was said."""
+    """Return the batch of `rollout`, and the episodes of each task, which also have texts and failures."""
     if not tasks or n < 1:
         raise DataError(f"rollout: {len(tasks)} tasks with n={n}; there must be at least one of each")
     declared = declared_rewards(env)
-    running = Running(sampler, env, n, sampling, seed, Schedule.bounded("rollout", concurrency))
+    running = EpisodeScheduler(
+        sampler, env, n, sampling, seed, EpisodeSchedule.with_concurrency("rollout", concurrency)
+    )
     try:
         groups = running.play(list(enumerate(tasks, first_group)), len(tasks))
         batch = batch_of(groups, sampler, sampling, running.schedule, declared=declared)
@@ -103,10 +104,10 @@ def played(
 
 
 def batch_of(
-    groups: Sequence[Group],
+    groups: Sequence[EpisodeGroup],
     sampler: Sampler,
     sampling: Sampling | None,
-    schedule: Schedule,
+    schedule: EpisodeSchedule,
     num_rewards: int | None = None,
     declared: int | None = None,
 ) -> Batch:
@@ -131,8 +132,12 @@ def _warn(failures: Sequence[str], total: int) -> None:
         return
     kinds = Counter(failure.partition(":")[0] for failure in failures)
     counted = f" ({', '.join(f'{count} {kind}' for kind, count in kinds.items())})" if len(kinds) > 1 else ""
-    left = stuck()
-    hung = f"; {left} {'thread is' if left == 1 else 'threads are'} still in calls that did not return" if left else ""
+    num_stuck = stuck()
+    hung = (
+        f"; {num_stuck} {'thread is' if num_stuck == 1 else 'threads are'} still in calls that did not return"
+        if num_stuck
+        else ""
+    )
     warnings.warn(
         f"rollout: {len(failures)} of {total} episodes failed{counted} and are not trained on; the first: "
         f"{failures[0]}{hung}",

@@ -12,19 +12,19 @@ from nrl.arguments import checked
 from nrl.backends.sampling.base import Sampler, capabilities
 from nrl.backends.types import Sampling
 from nrl.batch import Batch
-from nrl.data.cursors import Source, Stream, whole
+from nrl.data.cursors import Source, Stream, transactional
 from nrl.envs import Env, Task
 from nrl.envs.references import task_check
 from nrl.envs.types import declared_rewards
 from nrl.errors import DataError, EnvError, LostRequest
 from nrl.rollout import prefetch
 from nrl.rollout.episode import Episode
-from nrl.rollout.groups import Group
+from nrl.rollout.episode_group import EpisodeGroup
 from nrl.rollout.lengths import check_answer_length
 from nrl.rollout.rollout_batch import batch_of
-from nrl.rollout.scheduler import ENDED, Running, Schedule, check_env
+from nrl.rollout.scheduler import ENDED, EpisodeSchedule, EpisodeScheduler, check_env
 
-__all__ = ["end_all", "rollouts"]
+__all__ = ["close_all", "rollouts"]
 
 
 @checked("rollouts")
@@ -78,7 +78,10 @@ def rollouts(
         raise DataError(f"rollouts: patience is {patience}; it must be at least 1")
     check_answer_length("rollouts", sampler, sampling)
     tasks = _with_right_answers(tasks, env)
-    return _stream(_Rolled(sampler, env, tasks, n, sampling, seed, patience), Schedule.bounded("rollouts", concurrency))
+    return _stream(
+        _Arguments(sampler, env, tasks, n, sampling, seed, patience),
+        EpisodeSchedule.with_concurrency("rollouts", concurrency),
+    )
 
 
 def _with_right_answers(tasks: Stream[Task], env: Env) -> Stream[Task]:
@@ -92,7 +95,7 @@ def _with_right_answers(tasks: Stream[Task], env: Env) -> Stream[Task]:
     return usable
 
 
-class _Rolled(NamedTuple):
+class _Arguments(NamedTuple):
     """The arguments of `rollouts`."""
 
     sampler: Sampler
@@ -104,35 +107,35 @@ class _Rolled(NamedTuple):
     patience: int
 
 
-_PLACES: "weakref.WeakSet[_Place]" = weakref.WeakSet()
+_CURSORS: "weakref.WeakSet[_Cursor]" = weakref.WeakSet()
 
 
-def end_all() -> None:
-    """End what all streams of this program play, as a run does at its end: environments are closed.
+def close_all() -> None:
+    """End the episodes of all streams of this program, as a run does at its end: environments are closed.
 
-    What `nrl.ahead` has asked for until now does not begin any more: it gets a CancelledError.
+    Items that `nrl.ahead` has requested and that have not begun get a CancelledError.
     """
-    prefetch.end_early()
-    for place in list(_PLACES):
-        place.end()
+    prefetch.close_early()
+    for cursor in list(_CURSORS):
+        cursor.end()
 
 
 class _Streak(NamedTuple):
-    """How many rollouts failed whole, one after the other; their rows, and those of the largest rollout of all."""
+    """Number of consecutive rollouts that failed whole, their rows, and the rows of the largest rollout."""
 
     rollouts: int = 0
     rows: int = 0
     largest: int = 0
 
     def after(self, rows: int, failed: int) -> "_Streak":
-        """After a rollout of so many rows."""
+        """Return the streak after a rollout of so many rows."""
         largest = max(self.largest, rows)
-        whole = failed == rows
-        return _Streak(self.rollouts + 1, self.rows + rows, largest) if whole else _Streak(largest=largest)
+        all_failed = failed == rows
+        return _Streak(self.rollouts + 1, self.rows + rows, largest) if all_failed else _Streak(largest=largest)
 
 
-class _Place:
-    """Where a stream is.
+class _Cursor:
+    """Position of a stream.
 
     Args:
         drawn: how many groups have begun.
@@ -142,12 +145,12 @@ class _Place:
 
     def __init__(self) -> None:
         self.drawn, self.begun = 0, list[tuple[int, Task]]()
-        self.running: Running | None = None
+        self.running: EpisodeScheduler | None = None
         self._lock = threading.RLock()  # the garbage collector may end it at any moment, in any thread
-        _PLACES.add(self)
+        _CURSORS.add(self)
 
-    def play(self, begin: Callable[[], Running]) -> tuple[Running, list[tuple[int, Task]]]:
-        """Where to play, and what has to begin anew there.
+    def play(self, begin: Callable[[], EpisodeScheduler]) -> tuple[EpisodeScheduler, list[tuple[int, Task]]]:
+        """Return the scheduler, and the groups that have to begin anew in it.
 
         Raises:
             CancelledError: this was asked for before all streams were ended.
@@ -155,39 +158,41 @@ class _Place:
         with self._lock:
             if self.running is not None:
                 return self.running, []
-            if prefetch.too_late():
+            if prefetch.is_closed():
                 raise asyncio.CancelledError(ENDED)
             self.running = begin()
             return self.running, self.begun
 
     def end(self) -> None:
-        """End what is played."""
+        """End the episodes under way."""
         with self._lock:
             running, self.running = self.running, None
         if running is not None:
             running.close()
 
 
-def _stream(given: _Rolled, schedule: Schedule) -> Source[Batch]:
-    sampler, _, tasks, n, sampling, *_ = given
-    at = _Place()
-    streaks: dict[int, _Streak] = {}  # by source
-    declared = declared_rewards(given.env)
-    num_rewards: int | None = None  # of an episode, once one was valid
+def _stream(arguments: _Arguments, schedule: EpisodeSchedule) -> Source[Batch]:
+    sampler, _, tasks, n, sampling, *_ = arguments
+    cursor = _Cursor()
+    streaks: dict[int, _Streak] = {}  # keys: sources
+    declared = declared_rewards(arguments.env)
+    num_rewards: int | None = None  # known once an episode was valid
 
     def take(count: int) -> list[Batch]:
         nonlocal num_rewards
         if count < 1:
             return []
-        running, anew = at.play(lambda: Running(sampler, given.env, n, sampling, given.seed, schedule))
-        new = max(0, count + schedule.extra - len(at.begun))
-        begun = list(enumerate(tasks.take(new), at.drawn))
-        at.drawn, at.begun = at.drawn + new, [*at.begun, *begun]
+        running, anew = cursor.play(
+            lambda: EpisodeScheduler(sampler, arguments.env, n, sampling, arguments.seed, schedule)
+        )
+        new = max(0, count + schedule.extra - len(cursor.begun))
+        begun = list(enumerate(tasks.take(new), cursor.drawn))
+        cursor.drawn, cursor.begun = cursor.drawn + new, [*cursor.begun, *begun]
         groups = running.play([*anew, *begun], count)
         still = {group.number for group in running.open}
-        at.begun = [each for each in at.begun if each[0] in still]
-        if not at.begun:
-            at.end()
+        cursor.begun = [numbered for numbered in cursor.begun if numbered[0] in still]
+        if not cursor.begun:
+            cursor.end()
         batch = batch_of(groups, sampler, sampling, schedule, num_rewards, declared)
         if bool(batch["valid"].any()):
             num_rewards = batch["rewards"].shape[1] if batch["rewards"].ndim > 1 else 0
@@ -195,14 +200,14 @@ def _stream(given: _Rolled, schedule: Schedule) -> Source[Batch]:
         sizes = batch["group_ids"].unique_consecutive(return_counts=True)[1].tolist()
         return [cast(Batch, part.lock_()) for part in batch.split(sizes)]
 
-    def check(groups: Sequence[Group]) -> None:
+    def check(groups: Sequence[EpisodeGroup]) -> None:
         by_source: dict[int, list[Episode]] = {}
         for group in groups:
             by_source.setdefault(group.task.get("source", 0), []).extend(episode for _, episode in group.ended)
         for source, episodes in by_source.items():
             failures = [str(episode.failure) for episode in episodes if episode.failure is not None]
             streak = streaks[source] = streaks.get(source, _Streak()).after(len(episodes), len(failures))
-            if streak.rows >= given.patience * streak.largest:
+            if streak.rows >= arguments.patience * streak.largest:
                 lost, whose = failures[0].startswith(LostRequest.__name__), f" of source {source}"
                 raise (LostRequest if lost else EnvError)(
                     f"rollouts: all rows{whose if len(streaks) > 1 else ''} of {streak.rollouts} rollouts in a row "
@@ -213,35 +218,37 @@ def _stream(given: _Rolled, schedule: Schedule) -> Source[Batch]:
 
     def restore(state: Mapping[str, Any]) -> None:
         nonlocal num_rewards
-        at.end()
+        cursor.end()
         tasks.restore(state["tasks"])
-        at.drawn, at.begun = int(state["groups"]), list(state.get("begun", ()))
+        cursor.drawn, cursor.begun = int(state["groups"]), list(state.get("begun", ()))
         num_rewards = state.get("num_rewards")
 
     def state() -> dict[str, Any]:
-        begun = {"begun": list(at.begun)} if at.begun else {}
-        known = {} if num_rewards is None else {"num_rewards": num_rewards}
-        return {"tasks": tasks.state(), "groups": at.drawn} | begun | known
+        begun = {"begun": list(cursor.begun)} if cursor.begun else {}
+        rewards_state = {} if num_rewards is None else {"num_rewards": num_rewards}
+        return {"tasks": tasks.state(), "groups": cursor.drawn} | begun | rewards_state
 
     def mark() -> Callable[[], None]:
         before = state()
         return lambda: restore(before)
 
     # Where nobody takes any more, environments are closed, too; but at the exit of the interpreter no thread begins
-    weakref.finalize(take, at.end).atexit = False
+    weakref.finalize(take, cursor.end).atexit = False
     if schedule.extra and hasattr(sampler, "lag"):
         sampler.lag = max(1, sampler.lag)
 
-    def scheduled(who: str, **how: Any) -> Source[Batch]:
+    def reschedule(caller: str, **how: Any) -> Source[Batch]:
         if how.get("keep", 0) > n:
             raise DataError(
-                f"{who}: m is {how['keep']}, and rollouts begins n={n} episodes a group; keep fewer, or begin more"
+                f"{caller}: m is {how['keep']}, and rollouts begins n={n} episodes a group; keep fewer, or begin more"
             )
         if schedule.deadline is not None and "deadline" in how:
-            raise DataError(f"{who}: the stream is cut after {schedule.deadline:g} s already; leave one of the two out")
+            raise DataError(
+                f"{caller}: the stream is cut after {schedule.deadline:g} s already; leave one of the two out"
+            )
         if schedule.extra and "extra" in how:
             kind = "refilled" if schedule.in_order else "partial"
-            raise DataError(f"{who}: the stream is {kind} already; take one of the two")
-        return _stream(given, evolve(schedule, **how))
+            raise DataError(f"{caller}: the stream is {kind} already; take one of the two")
+        return _stream(arguments, evolve(schedule, **how))
 
-    return whole(Source(take, state, restore, capabilities(sampler).remote, mark, sampler, scheduled))
+    return transactional(Source(take, state, restore, capabilities(sampler).remote, mark, sampler, reschedule))

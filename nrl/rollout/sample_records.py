@@ -20,34 +20,34 @@ def samples(batch: Batch, tokenizer: Any, n: int = 2, *, names: Sequence[str] = 
     """A record of a rollout for ``rollouts.jsonl``: histograms, and some episodes as text, turn by turn.
 
     Args:
-        batch: ``[B]`` with ``input_ids``, ``loss_mask`` and ``rewards``; other columns are shown if they are there.
+        batch: ``[B]`` with ``input_ids``, ``loss_mask`` and ``rewards``; other columns are optional.
         tokenizer: a transformers tokenizer.
-        n: how many episodes to show: the best and the worst of the first group whose rewards differ, then the others in
-            their order. Without ``episode_ids`` a row is an episode; of one that forked all rows are shown, next to one
-            another.
-        names: of the sources, by their number, as in `nrl.per_source`; without them a ``source`` is a number.
+        n: number of episodes to show: the best and the worst of the first group with different rewards, then the
+            remaining ones in order. Without ``episode_ids`` a row is an episode; all rows of a forked episode are
+            shown, next to one another.
+        names: of the sources, by number, as in `nrl.per_source`; without names a ``source`` is a number.
 
     Returns:
-        Values of JSON alone; numbers that are not finite are None.
+        Values of JSON alone; NaN and infinite numbers are None.
 
         - ``rewards``, ``lengths``: histograms over all valid episodes, ``{"low", "high", "counts"}`` with 20 bins of
           equal width from the lowest to the highest value; without rows None, None and no counts. Several rewards are
           added up; a length is the number of sampled tokens.
         - ``rows``: for each ``row`` (its place), ``group``, ``source``, ``version``, ``valid``, ``truncated``, ``cut``,
-          ``status`` (its name), ``reward`` (a list where there are several), ``components`` (what it is made of, by
-          name), ``env`` (the environment's own numbers), ``prompt`` (text up to the first token that was sampled) and,
-          for each token from there to the end, ``tokens`` (text; joined, they are the decoded response, so a token that
-          ends within a character is empty and the one that completes it has it), ``loss_mask``, ``advantages``,
+          ``status`` (its name), ``reward`` (a list of several rewards), ``components`` (of the reward, by name),
+          ``env`` (the environment's own numbers), ``prompt`` (text up to the first sampled token) and, for each
+          further token, ``tokens`` (text; joined, the decoded response: a token within a character is empty, and the
+          token at the end of the character has all of the character), ``loss_mask``, ``advantages``,
           ``rollout_logprobs``. Fields without a column in the batch are left out.
-        - ``parts`` of a row: who wrote what, in order; see `nrl.rollout.transcripts.Transcript`. Their texts are
+        - ``parts`` of a row, by author, in order; see `nrl.rollout.transcripts.RowTranscript`. Their texts are
           masked, as in the logs.
-        - ``episode`` of a row, if the batch has ``episode_ids``. Rows of one that forked have ``forks`` (how many rows
-          it has beside the first), ``fork`` (the row's place, 0 is the first), ``shared`` (how many of its first
-          tokens are those of an earlier row of it) and, of a later one, ``why`` it began (see
-          `nrl.rollout.bridges.Fork`).
+        - ``episode`` of a row, if the batch has ``episode_ids``. Rows of a forked episode have ``forks`` (number of
+          further rows beside the first), ``fork`` (index of the row, from 0), ``shared`` (number of first tokens in
+          common with an earlier row) and, of a later row, ``why``, the reason of the fork (see
+          `nrl.rollout.bridges.TraceFork`).
 
     Raises:
-        MissingColumn: one of the three is not there.
+        MissingColumn: one of the three columns is missing.
 
     >>> import torch
     >>> from nrl import tiny
@@ -72,30 +72,34 @@ def samples(batch: Batch, tokenizer: Any, n: int = 2, *, names: Sequence[str] = 
     counted = valid & np.isfinite(totals[firsts])
     groups = columns["group_ids"][firsts].tolist() if "group_ids" in columns else range(len(episodes))
     written = np.array([lengths[rows].sum() for rows in episodes])
-    shown = [episodes[place] for place in _chosen(totals[firsts], counted, groups)[:n]]
+    shown = [episodes[index] for index in _order_episodes(totals[firsts], counted, groups)[:n]]
     transcript = transcriber(tokenizer)
 
-    def row(place: int, rows: Sequence[int]) -> dict[str, Any]:
-        read = transcript(columns, place)
-        known: dict[str, Any] = {"row": place}
+    def row(index: int, rows: Sequence[int]) -> dict[str, Any]:
+        transcript_of_row = transcript(columns, index)
+        record: dict[str, Any] = {"row": index}
         for name in ("group", "version", "valid", "truncated", "cut"):
             if (key := "group_ids" if name == "group" else name) in columns:
-                known[name] = columns[key][place].item()
+                record[name] = columns[key][index].item()
         if "source" in columns:
-            source = int(columns["source"][place])
-            known["source"] = names[source] if 0 <= source < len(names) else source
-        known |= _of_episode(columns, place, rows)
-        known |= {"reward": numbers(rewards[place]), "prompt": read.prompt, "tokens": read.tokens}
-        known["loss_mask"] = columns["loss_mask"][place, read.start : read.end].tolist()
+            source = int(columns["source"][index])
+            record["source"] = names[source] if 0 <= source < len(names) else source
+        record |= _episode_fields(columns, index, rows)
+        record |= {
+            "reward": numbers(rewards[index]),
+            "prompt": transcript_of_row.prompt,
+            "tokens": transcript_of_row.tokens,
+        }
+        record["loss_mask"] = columns["loss_mask"][index, transcript_of_row.start : transcript_of_row.end].tolist()
         for key in ("advantages", "rollout_logprobs"):
             if key in columns:
-                known[key] = numbers(columns[key][place, read.start : read.end])
-        return known | {"parts": read.parts}
+                record[key] = numbers(columns[key][index, transcript_of_row.start : transcript_of_row.end])
+        return record | {"parts": transcript_of_row.parts}
 
     return {
         "rewards": _histogram(totals[firsts][counted]),
         "lengths": _histogram(written[valid]),
-        "rows": [row(place, rows) for rows in shown for place in rows],
+        "rows": [row(index, rows) for rows in shown for index in rows],
     }
 
 
@@ -107,42 +111,42 @@ def _histogram(values: np.ndarray) -> dict[str, Any]:
     return {"low": low, "high": high, "counts": np.bincount(places, minlength=_BINS).tolist()}
 
 
-def _chosen(rewards: np.ndarray, counted: np.ndarray, groups: Sequence[int]) -> list[int]:
-    """Every episode: the best and the worst of the first group that has both, then all others in their order."""
+def _order_episodes(rewards: np.ndarray, counted: np.ndarray, groups: Sequence[int]) -> list[int]:
+    """Order episodes: the best and the worst of the first group that has both, then all others."""
     members: dict[int, list[int]] = {}
     for episode, group in enumerate(groups):
         if counted[episode]:
             members.setdefault(group, []).append(episode)
     first: list[int] = []
-    for some in members.values():
-        best, worst = max(some, key=rewards.__getitem__), min(some, key=rewards.__getitem__)
+    for group_members in members.values():
+        best, worst = max(group_members, key=rewards.__getitem__), min(group_members, key=rewards.__getitem__)
         if rewards[best] > rewards[worst]:
             first = [best, worst]
             break
     return [*first, *(episode for episode in range(len(rewards)) if episode not in first)]
 
 
-def _of_episode(columns: Mapping[str, Tensor], row: int, rows: Sequence[int]) -> dict[str, Any]:
-    """Which episode a row is of, what became of that, and the numbers that it has."""
-    found: dict[str, Any] = {}
+def _episode_fields(columns: Mapping[str, Tensor], row: int, rows: Sequence[int]) -> dict[str, Any]:
+    """Return the episode of a row, its status, and its numbers."""
+    fields: dict[str, Any] = {}
     if "episode_ids" in columns:
-        found["episode"] = columns["episode_ids"][row].item()
+        fields["episode"] = columns["episode_ids"][row].item()
     if len(rows) > 1:
         earlier = rows[: rows.index(row)]
-        found |= {"fork": len(earlier), "forks": len(rows) - 1, "shared": _shared(columns, row, earlier)}
+        fields |= {"fork": len(earlier), "forks": len(rows) - 1, "shared": _shared_prefix_length(columns, row, earlier)}
         if earlier and "forked" in columns:
-            found["why"] = FORKS[int(columns["forked"][row])]
+            fields["why"] = FORKS[int(columns["forked"][row])]
     if "status" in columns:
-        found["status"] = STATUSES[int(columns["status"][row])]
+        fields["status"] = STATUSES[int(columns["status"][row])]
     for name, begin in (("components", "reward/"), ("env", "env/")):
-        if own := {key.removeprefix(begin): columns[key][row] for key in columns if key.startswith(begin)}:
-            found[name] = {key: numbers(value) for key, value in own.items()}
-    return found
+        if columns_of_name := {key.removeprefix(begin): columns[key][row] for key in columns if key.startswith(begin)}:
+            fields[name] = {key: numbers(value) for key, value in columns_of_name.items()}
+    return fields
 
 
-def _shared(columns: Mapping[str, Tensor], row: int, earlier: Sequence[int]) -> int:
-    """How many of a row's first tokens are those of an earlier one, the most of all."""
+def _shared_prefix_length(columns: Mapping[str, Tensor], row: int, earlier: Sequence[int]) -> int:
+    """Return the length of the longest prefix that a row shares with an earlier row."""
     ids = columns["input_ids"]
     real = columns["attention_mask"].bool() if "attention_mask" in columns else ids == ids
     same = [(ids[row] == ids[other]) & real[row] & real[other] for other in earlier]
-    return max((int(each.long().cumprod(0).sum()) for each in same), default=0)
+    return max((int(equal.long().cumprod(0).sum()) for equal in same), default=0)

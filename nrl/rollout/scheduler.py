@@ -22,24 +22,24 @@ from nrl.envs import Env, Task
 from nrl.envs.inprocess.call_with_timeout import Caller, calling
 from nrl.envs.types import is_env, judges_group
 from nrl.errors import BatchError, DataError, EnvError
-from nrl.rollout.episode import Episode, failed, play
-from nrl.rollout.groups import Group
-from nrl.rollout.sampler_client import NO_LIMITS, Limits, Requests, requests_to
-from nrl.runtime.threads import Daemons
+from nrl.rollout.episode import Episode, play, record_failure
+from nrl.rollout.episode_group import EpisodeGroup
+from nrl.rollout.sampler_client import NO_LIMITS, SamplerClient, TurnLimits, make_client
+from nrl.runtime.threads import DaemonThreadPool
 
-__all__ = ["ENDED", "Running", "Schedule", "check_env", "hashed"]
+__all__ = ["ENDED", "EpisodeSchedule", "EpisodeScheduler", "check_env", "derive_seed"]
 
 ENDED = "the stream was ended, as by the run in which it is; make another one"
 _PATIENCE = 15.0  # seconds, for a thread that is to end; in ten of them environments are closed
 
 
 @attrs.frozen
-class Schedule:
+class EpisodeSchedule:
     """When episodes begin and end.
 
     Args:
         concurrency: how many episodes may be live at a time; None: all.
-        deadline: seconds after which what is not over is ended; None: there is none.
+        deadline: seconds after which unfinished episodes are ended; None: no limit.
         keep: of each group's episodes, how many are waited for; None: all.
         extra: how many groups are under way beyond those that are asked for.
         in_order: whether the groups that began first are those that are handed out; else those that end first.
@@ -52,14 +52,14 @@ class Schedule:
     in_order: bool = True
 
     @classmethod
-    def bounded(cls, who: str, concurrency: int | None) -> "Schedule":
+    def with_concurrency(cls, caller: str, concurrency: int | None) -> "EpisodeSchedule":
         """With no more live episodes than these at a time.
 
         Raises:
             DataError: that is none.
         """
         if concurrency is not None and concurrency < 1:
-            raise DataError(f"{who}: concurrency is {concurrency}; it must be at least 1, or None for all at once")
+            raise DataError(f"{caller}: concurrency is {concurrency}; it must be at least 1, or None for all at once")
         return cls(concurrency)
 
 
@@ -67,7 +67,7 @@ def check_env(caller: str, env: Any) -> None:
     """Check that an argument is an environment.
 
     Raises:
-        EnvError: it is not.
+        EnvError: the argument is no environment.
     """
     if is_env(env):
         return
@@ -78,7 +78,7 @@ def check_env(caller: str, env: Any) -> None:
     raise EnvError(f"{caller}: the environment is {described(env)}, which has no reset and step; {instead}")
 
 
-class Running:
+class EpisodeScheduler:
     """Groups under way, on an event loop that runs while somebody waits for some of them.
 
     Args:
@@ -91,20 +91,20 @@ class Running:
     """
 
     def __init__(
-        self, sampler: Sampler, env: Env, n: int, sampling: Sampling | None, seed: int, schedule: Schedule
+        self, sampler: Sampler, env: Env, n: int, sampling: Sampling | None, seed: int, schedule: EpisodeSchedule
     ) -> None:
         self._sampler, self._env, self._n, self._sampling, self._seed = sampler, env, n, sampling, seed
         check_env("rollout", env)
         self.schedule = schedule
-        self.open: list[Group] = []
+        self.open: list[EpisodeGroup] = []
         """What has begun and has not been handed out, in order."""
         self._loop, self._turn = asyncio.new_event_loop(), threading.Lock()  # held by who runs it
         self._stack = ExitStack()
-        self._requests: Requests | None = None
+        self._requests: SamplerClient | None = None
         self._caller_of: Callable[[Task], Caller]
         self._broken: asyncio.Future[None]  # has the first error that ends all
 
-    def play(self, tasks: Sequence[tuple[int, Task]], count: int) -> list[Group]:
+    def play(self, tasks: Sequence[tuple[int, Task]], count: int) -> list[EpisodeGroup]:
         """Begin groups, each with its number, and wait for so many of those that are open, which are so no longer.
 
         Returns:
@@ -127,7 +127,7 @@ class Running:
                 )
         return self._wait(self._play(tasks, count))
 
-    async def _play(self, tasks: Sequence[tuple[int, Task]], count: int) -> list[Group]:
+    async def _play(self, tasks: Sequence[tuple[int, Task]], count: int) -> list[EpisodeGroup]:
         self._begin(tasks)
         return await self._take(count)
 
@@ -135,20 +135,20 @@ class Running:
         if self._requests is None:
             self._broken = self._loop.create_future()
             self._broken.add_done_callback(_seen)
-            self._requests = requests_to(self._sampler, self._sampling, self.schedule.concurrency)
+            self._requests = make_client(self._sampler, self._sampling, self.schedule.concurrency)
             self._caller_of = self._stack.enter_context(calling(self._env))
         for number, task in tasks:
-            seeded = {"seed": hashed(self._seed, number), **task}
-            group = Group(number, seeded, [Episode() for _ in range(self._n)])
+            seeded = {"seed": derive_seed(self._seed, number), **task}
+            group = EpisodeGroup(number, seeded, [Episode() for _ in range(self._n)])
             calls = [self._caller_of(seeded) for _ in group.episodes]
             # All are live from the beginning, so that a sampler of many prompts waits for all of them
-            places = [self._requests.enter((number, place)) for place in range(self._n)]
-            group.begin(partial(self._one, group, places, calls))
-            group.whole = asyncio.create_task(self._whole(group, calls[0]))
-            group.whole.add_done_callback(_seen)
+            places = [self._requests.acquire((number, place)) for place in range(self._n)]
+            group.start(partial(self._one, group, places, calls))
+            group.run_task = asyncio.create_task(self._whole(group, calls[0]))
+            group.run_task.add_done_callback(_seen)
             self.open.append(group)
 
-    async def _whole(self, group: Group, call: Caller) -> None:
+    async def _whole(self, group: EpisodeGroup, call: Caller) -> None:
         await group.play(self.schedule.keep or self._n)
         verifier: Any = getattr(self._env, "verifier", None)
         try:
@@ -156,7 +156,7 @@ class Running:
         except Exception as error:  # it may be a function of the user's; each episode has failed by that, too
             together = False
             for _, episode in group.ended:
-                failed(error, episode)
+                record_failure(error, episode)
         if together:
             await group.judge(verifier, call)
         for place, episode in enumerate(group.episodes):
@@ -172,7 +172,7 @@ class Running:
         """
         assert self._requests is not None
         drawn = sum(row.drawn for row in (episode, *episode.earlier))
-        given = self._requests.given.pop((number, place), 0)
+        given = self._requests.num_sampled.pop((number, place), 0)
         if episode.cut and drawn < given:
             episode.last.drawn += given - drawn
         elif drawn != given:
@@ -183,7 +183,7 @@ class Running:
 
     async def _one(
         self,
-        group: Group,
+        group: EpisodeGroup,
         places: "Sequence[asyncio.Future[None] | None]",
         calls: Sequence[Caller],
         place: int,
@@ -192,11 +192,11 @@ class Running:
         key, episode, sampler = (group.number, place), group.episodes[place], self._sampler
         requests = self._requests
 
-        async def generate(tokens: list[int], limits: Limits = NO_LIMITS) -> Completion:
+        async def generate(tokens: list[int], limits: TurnLimits = NO_LIMITS) -> Completion:
             # Each turn has noise of its own: else an engine that counts from a request's beginning draws what it drew
             # in the turn before, and a question that is asked again has the same answer again
             turn = [len(episode.turns)] if episode.turns else []
-            return await requests.generate(key, hashed(self._seed, *key, *turn), tokens, limits)
+            return await requests.generate(key, derive_seed(self._seed, *key, *turn), tokens, limits)
 
         try:
             if (entry := places[place]) is not None:
@@ -211,13 +211,13 @@ class Running:
                     self._broken.set_exception(error)
                 raise
         finally:
-            self._requests.leave(key)
+            self._requests.release(key)
 
-    async def _take(self, count: int) -> list[Group]:
+    async def _take(self, count: int) -> list[EpisodeGroup]:
         deadline, in_order = self.schedule.deadline, self.schedule.in_order
         until = None if deadline is None else self._loop.time() + deadline
-        pending = {group.whole: group for group in (self.open[:count] if in_order else self.open)}
-        ended: list[Group] = []
+        pending = {group.run_task: group for group in (self.open[:count] if in_order else self.open)}
+        ended: list[EpisodeGroup] = []
         while len(ended) < count:
             left = None if until is None else max(0.0, until - self._loop.time())
             when = asyncio.FIRST_EXCEPTION if in_order else asyncio.FIRST_COMPLETED
@@ -235,11 +235,11 @@ class Running:
         ended = sorted(ended, key=lambda group: group.number)[:count]
         late = list(pending.values())[: count - len(ended)]
         for group in late:
-            group.cut()
+            group.cut_off()
         if late:
-            await asyncio.wait([group.whole for group in late])
+            await asyncio.wait([group.run_task for group in late])
         for group in late:
-            group.whole.result()
+            group.run_task.result()
         ended = sorted([*ended, *late], key=lambda group: group.number)
         self.open = [group for group in self.open if group not in ended]
         return ended
@@ -293,7 +293,7 @@ class Running:
         if not _inside_a_loop():
             # Not `asyncio.run`, which would delay Ctrl-C until the sampler has decoded its last row
             return self._loop.run_until_complete(work)
-        beside: futures.Future[T] = Daemons(1).submit(self._loop.run_until_complete, work)
+        beside: futures.Future[T] = DaemonThreadPool(1).submit(self._loop.run_until_complete, work)
         try:
             return beside.result()
         except BaseException:
@@ -319,7 +319,7 @@ async def _ended(tasks: "set[asyncio.Task[Any]]") -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def hashed(*parts: int) -> int:
+def derive_seed(*parts: int) -> int:
     """63 bits that depend on all parts: a hash, so that neighbours have nothing in common."""
     digest = hashlib.blake2b(" ".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

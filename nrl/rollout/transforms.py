@@ -11,7 +11,7 @@ from nrl.algos.loss_contract import name_of
 from nrl.arguments import checked, described
 from nrl.batch import Batch, assign, concatenate, require
 from nrl.batch.columns import DROPPED_TOKENS
-from nrl.data.cursors import Source, Stream, derived
+from nrl.data.cursors import Source, Stream, map_stream
 from nrl.errors import ArgumentError, DataError
 
 __all__ = ["Versioned", "batched", "drop_uniform", "filtered", "fresh"]
@@ -22,7 +22,7 @@ class Versioned(Protocol):
 
     @property
     def version(self) -> int:
-        """How often weights had been published."""
+        """Number of times that weights have been published."""
         ...
 
 
@@ -31,7 +31,7 @@ _concatenate = cast(Callable[[Sequence[Any]], Batch], concatenate)
 
 @checked("batched")
 def batched[T](stream: Stream[T], n: int, collate: Callable[[Sequence[T]], Batch] = _concatenate) -> Source[Batch]:
-    """Batches of ``n`` items; they are asked for at once, so that a sampler decodes them together.
+    """Collate ``n`` items into a batch; they are pulled at once, so that a sampler decodes them together.
 
     Args:
         stream: of groups, or of rows that ``collate`` understands.
@@ -41,8 +41,8 @@ def batched[T](stream: Stream[T], n: int, collate: Callable[[Sequence[T]], Batch
     Raises:
         DataError: ``n`` is not positive.
 
-    >>> from nrl.data import counting
-    >>> batched(counting(), 3, collate=tuple).take(2)
+    >>> from nrl.data import count_loads
+    >>> batched(count_loads(), 3, collate=tuple).take(2)
     [(0, 1, 2), (3, 4, 5)]
     """
     if n < 1:
@@ -56,34 +56,34 @@ def batched[T](stream: Stream[T], n: int, collate: Callable[[Sequence[T]], Batch
     def expect(count: int | None) -> None:
         expect_items(None if count is None else count * n)
 
-    return derived(stream, take, expect if expect_items else None)
+    return map_stream(stream, take, expect if expect_items else None)
 
 
 @checked("drop_uniform")
 def drop_uniform(stream: Stream[Batch], patience: int = 32) -> Source[Batch]:
-    """Drop the groups whose rewards are all equal, which teach nothing, and ask for others in their place.
+    """Drop the groups with equal rewards, which teach nothing, and replace them by further groups.
 
-    The next group that is kept carries the numbers of the dropped ones, in the columns ``dropped`` (valid rows),
+    The next kept group carries the counts of the dropped ones, in the columns ``dropped`` (valid rows),
     ``dropped_rewards`` (the sum of their rewards), ``dropped_invalid`` (failed rows) and ``dropped_tokens/uniform`` (of
-    the policy, in all of these), which add up over rows. A group with fewer than two valid rows is uniform. A reward
-    that is NaN or infinite is refused, since it is equal to nothing: a row whose reward could not be computed has to be
-    invalid, as `nrl.rollout` makes it.
+    the policy, in all dropped rows); the counts add up over rows. A group with fewer than two valid rows is uniform. A
+    reward of NaN or infinity is refused, since it equals no number: a row without a computed reward has to be invalid,
+    as in `nrl.rollout`.
 
     Args:
         stream: of groups.
         patience: how many draws in a row may be dropped whole.
 
     Raises:
-        DataError: so many draws held no group that teaches anything, or ``patience`` is not positive.
+        DataError: ``patience`` draws had no group with different rewards, or ``patience`` is not positive.
         NotFinite: the reward of a valid row is NaN or infinite.
 
     Source: dynamic sampling, Yu et al., 2025 (2503.14476), section 3.2.
 
-    >>> from nrl.data import counting
+    >>> from nrl.data import count_loads
     >>> def group(index):
     ...     rewards = torch.tensor([0.0, float(index % 2)])
     ...     return Batch({"input_ids": torch.zeros(2, 3, dtype=torch.int64), "rewards": rewards}, batch_size=[2])
-    >>> kept = drop_uniform(counting(group)).take(2)
+    >>> kept = drop_uniform(count_loads(group)).take(2)
     >>> [int(batch["dropped"].sum()) for batch in kept]
     [2, 2]
     """
@@ -100,30 +100,30 @@ def drop_uniform(stream: Stream[Batch], patience: int = 32) -> Source[Batch]:
             "is nothing to learn; look for warnings of failed episodes, use other tasks, or sample more answers to each"
         )
 
-    return _filtered("drop_uniform", "uniform", stream, teaches, patience, complain)
+    return _filter_stream("drop_uniform", "uniform", stream, teaches, patience, complain)
 
 
 @checked("filtered")
 def filtered(stream: Stream[Batch], keep: Callable[[Batch], bool], patience: int = 32) -> Source[Batch]:
-    """Keep the groups or batches that a predicate accepts, and ask for others in place of the rest.
+    """Keep the groups or batches accepted by a predicate, and replace the rejected ones.
 
-    Columns carry the numbers of the dropped ones, as with `drop_uniform`, so that the metrics count them; their tokens
-    are ``dropped_tokens/filtered``.
+    Columns carry the counts of the dropped items, as with `drop_uniform`, for the metrics; their tokens are
+    ``dropped_tokens/filtered``.
 
     Args:
         stream: of groups or batches.
-        keep: whether to keep one; it must not change it.
+        keep: returns whether to keep an item, without changing the item.
         patience: how many draws in a row may be dropped whole.
 
     Raises:
-        DataError: so many draws held nothing to keep, ``patience`` is not positive, or ``keep`` returned something else
-            than a truth value, such as None.
+        DataError: ``patience`` draws had no accepted item, ``patience`` is not positive, or ``keep`` returned no truth
+            value.
 
-    >>> from nrl.data import counting
+    >>> from nrl.data import count_loads
     >>> def group(index):
     ...     rewards = torch.tensor([0.0, float(index)])
     ...     return Batch({"input_ids": torch.zeros(2, 3, dtype=torch.int64), "rewards": rewards}, batch_size=[2])
-    >>> solved = filtered(counting(group), lambda group: bool((group["rewards"] > 1).any()))
+    >>> solved = filtered(count_loads(group), lambda group: bool((group["rewards"] > 1).any()))
     >>> solved.take(1)[0]["rewards"].tolist()
     [0.0, 2.0]
     """
@@ -134,7 +134,7 @@ def filtered(stream: Stream[Batch], keep: Callable[[Batch], bool], patience: int
             "use other tasks, or sample more answers to each"
         )
 
-    def kept(batch: Batch) -> bool:
+    def is_kept(batch: Batch) -> bool:
         verdict: Any = keep(batch)
         plain = verdict.tolist() if hasattr(verdict, "tolist") and getattr(verdict, "ndim", 1) == 0 else verdict
         if not isinstance(plain, bool):
@@ -143,31 +143,31 @@ def filtered(stream: Stream[Batch], keep: Callable[[Batch], bool], patience: int
             )
         return plain
 
-    return _filtered("filtered", "filtered", stream, kept, patience, complain)
+    return _filter_stream("filtered", "filtered", stream, is_kept, patience, complain)
 
 
 @checked("fresh")
 def fresh(stream: Stream[Batch], lag: int, sampler: Versioned, patience: int = 32) -> Source[Batch]:
-    """Drop groups or batches with a row older than ``lag`` versions, and ask for others in their place.
+    """Drop groups or batches with a row older than ``lag`` versions, and replace them by newer ones.
 
     Columns carry the numbers of the dropped ones, as with `drop_uniform`; their tokens are ``dropped_tokens/stale``.
 
     Args:
         stream: of groups or batches, with ``version``.
-        lag: how many publishes ago a row may have been sampled.
+        lag: limit of publishes since a row was sampled.
         sampler: its version is the present.
         patience: how many draws in a row may be dropped whole.
 
     Raises:
-        DataError: so many draws were too old, ``lag`` is negative, or ``patience`` is not positive.
+        DataError: ``patience`` draws were too old, ``lag`` is negative, or ``patience`` is not positive.
 
-    >>> from nrl.data import counting
+    >>> from nrl.data import count_loads
     >>> class Now:
     ...     version = 5
     >>> def group(index):
     ...     version = torch.tensor([index])
     ...     return Batch({"input_ids": torch.zeros(1, 3, dtype=torch.int64), "version": version}, batch_size=[1])
-    >>> fresh(counting(group), 1, Now()).take(1)[0]["version"].tolist()
+    >>> fresh(count_loads(group), 1, Now()).take(1)[0]["version"].tolist()
     [4]
     """
     if not hasattr(sampler, "version"):
@@ -185,11 +185,11 @@ def fresh(stream: Stream[Batch], lag: int, sampler: Versioned, patience: int = 3
             "batches ahead"
         )
 
-    return _filtered("fresh", "stale", stream, is_fresh, patience, complain)
+    return _filter_stream("fresh", "stale", stream, is_fresh, patience, complain)
 
 
-def _filtered(
-    who: str,
+def _filter_stream(
+    caller: str,
     reason: str,
     stream: Stream[Batch],
     keep: Callable[[Batch], bool],
@@ -198,46 +198,46 @@ def _filtered(
 ) -> Source[Batch]:
     """Keep the items that ``keep`` accepts and ask for others; the next one kept carries the numbers of the dropped.
 
-    Nobody knows how many will be dropped, so ``stream`` expects one item for each that is still to be kept.
+    The number of dropped items is not known in advance, so ``stream`` expects one item for each item still to be kept.
     """
     if patience < 1:
-        raise DataError(f"{who}: patience is {patience}; it must be at least 1")
+        raise DataError(f"{caller}: patience is {patience}; it must be at least 1")
     expect_items: Any = getattr(stream, "expect", None)
     expected: int | None = None
 
     def take(n: int) -> list[Batch]:
-        kept: list[Batch] = []
+        accepted: list[Batch] = []
         dropped: list[Batch] = []
         empty = 0
-        while len(kept) < n:
-            before = len(kept)
+        while len(accepted) < n:
+            before = len(accepted)
             if expect_items and expected is not None:
                 expect_items(expected - before)
-            for item in stream.take(n - len(kept)):
+            for item in stream.take(n - len(accepted)):
                 if keep(item):
-                    kept.append(_carrying(item, dropped, f"dropped_tokens/{reason}"))
+                    accepted.append(_add_dropped_counts(item, dropped, f"dropped_tokens/{reason}"))
                     dropped = []
                 else:
                     dropped.append(item)
-            empty = empty + 1 if len(kept) == before else 0
+            empty = empty + 1 if len(accepted) == before else 0
             if empty >= patience:
                 raise DataError(complain(empty, len(dropped)))
-        return kept
+        return accepted
 
     def expect(count: int | None) -> None:
         nonlocal expected
         expected = count
         expect_items(count)
 
-    return derived(stream, take, expect if expect_items else None)
+    return map_stream(stream, take, expect if expect_items else None)
 
 
-def _carrying(batch: Batch, dropped: Iterable[Batch], tokens: str) -> Batch:
-    """The batch, with the numbers of the batches dropped before it added to its first row."""
+def _add_dropped_counts(batch: Batch, dropped: Iterable[Batch], tokens: str) -> Batch:
+    """Return the batch with the counts of the batches dropped before it added to its first row."""
     carried = {name: torch.zeros(batch.batch_size, dtype=torch.int64) for name in (*_COUNTS, tokens)}
     carried["dropped_rewards"] = torch.zeros(batch.batch_size)
     for other in dropped:
-        for name, number in _numbers(other, tokens):
+        for name, number in _iter_counts(other, tokens):
             carried.setdefault(name, torch.zeros(batch.batch_size, dtype=torch.int64)).view(-1)[0] += number
     return assign(batch, **{name: x + batch[name] if name in batch.keys() else x for name, x in carried.items()})
 
@@ -246,8 +246,8 @@ _COUNTS = ("dropped", "dropped_invalid")
 _CARRIED = (*_COUNTS, *DROPPED_TOKENS.values(), "dropped_rewards", "dropped_cut", "left_out", "asked_again")
 
 
-def _numbers(batch: Batch, tokens: str) -> Iterator[tuple[str, Tensor]]:
-    """What is to be known of a batch that is dropped, and of those that it carries the numbers of."""
+def _iter_counts(batch: Batch, tokens: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the counts of a dropped batch, including the counts that it carries of earlier ones."""
     valid = valid_rows(batch)
     yield "dropped", valid.sum()
     yield "dropped_invalid", (~valid).sum()

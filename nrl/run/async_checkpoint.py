@@ -1,23 +1,23 @@
-"""The checkpoint of a run that is on its way to the disk: one at a time, whose error the program gets."""
+"""Background writing of checkpoints, one at a time, whose errors are raised in the program."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from nrl.files import Folder, at
+from nrl.files import Folder, to_folder
 from nrl.log import wait_for
 
-__all__ = ["OnItsWay"]
+__all__ = ["AsyncCheckpointer"]
 
 
-class OnItsWay:
-    """At most one checkpoint, written beside the program; used as a context manager, which waits for it at its end."""
+class AsyncCheckpointer:
+    """Write one checkpoint at a time in the background and re-raise its error; on exit, wait for it."""
 
     def __init__(self) -> None:
         self._future: Future[Folder] | None = None
-        self._folder = at("")
+        self._folder = to_folder("")
 
     def begin(self, folder: Folder, start: Callable[[], Future[Folder]]) -> None:
-        """Start to write a checkpoint, when the one before is on the disk.
+        """Start to write a checkpoint after the previous one is complete.
 
         Raises:
             CheckpointError: the one before, or this one, cannot be written.
@@ -30,19 +30,19 @@ class OnItsWay:
         if self._future is not None and self._future.done():
             self.wait()
 
-    def wait(self, why: str = "before the program goes on") -> None:
-        """Wait until nothing is on its way, and say so where it takes long.
+    def wait(self, reason: str = "before the program goes on") -> None:
+        """Wait for the pending checkpoint, and report a long wait.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: the checkpoint could not be written.
         """
         if self._future is not None:
             folder = self._folder
-            wait_for(self._future, lambda seconds: f"save: {folder} is still being written, {why} ({seconds:.0f} s)")
+            wait_for(self._future, lambda seconds: f"save: {folder} is still being written, {reason} ({seconds:.0f} s)")
             future, self._future = self._future, None
             future.result()
 
-    def __enter__(self) -> "OnItsWay":
+    def __enter__(self) -> "AsyncCheckpointer":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -25,22 +25,22 @@ __all__ = [
     "bars",
     "curve",
     "heatmap",
-    "measured",
     "number",
     "phase_colors",
     "precise",
     "stack",
+    "to_float",
 ]
 
 type Array = NDArray[np.floating[Any]]
 type Series = tuple[Array, Array]  # steps, values
 
 
-BOX = {"width": 360, "height": 180, "left": 50, "right": 352, "top": 8, "bottom": 158}  # of a chart and of its plot
+BOX = {"width": 360, "height": 180, "left": 50, "right": 352, "top": 8, "bottom": 158}  # sizes of a chart and its plot
 _TOP, _BOTTOM = BOX["top"], BOX["bottom"]
 NARROW = 252  # the right end of the plot of a chart in a row of many
-_POINTS = 1000  # of a curve, at most
-_COLUMNS, _BINS, _SHADES = 100, 20, 8  # of a heatmap, at most
+_POINTS = 1000  # points of a curve, at most
+_COLUMNS, _BINS, _SHADES = 100, 20, 8  # columns of a heatmap, at most
 
 
 class Histogram(NamedTuple):
@@ -78,18 +78,21 @@ class Axis:
         self.low, self.high, self.start, self.end = low, high, start, end
 
     def __call__(self, values: Any) -> Any:
-        """The places of values, in units of the chart."""
+        """Return the positions of values, in units of the chart."""
         return self.start + (np.asarray(values) - self.low) / (self.high - self.low) * (self.end - self.start)
 
-    def ticks(self, count: int, whole: bool = False) -> list[tuple[str, float]]:
-        """About ``count`` round numbers at most, as text, and their places."""
+    def ticks(self, count: int, integers: bool = False) -> list[tuple[str, float]]:
+        """Return at most about ``count`` round numbers, as text, and their positions."""
         rough = (self.high - self.low) / count
         power = 10.0 ** math.floor(math.log10(rough))
         width = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
-        width = max(width, 1.0) if whole else width
+        width = max(width, 1.0) if integers else width
         places = np.arange(math.ceil(self.low / width - 1e-9), math.floor(self.high / width + 1e-9) + 1)
-        digits = math.ceil(math.log10(max(abs(self.low), abs(self.high)) / width)) + 1  # that tell two apart
-        return [(precise(place * width, max(digits, 6)), round(float(self(place * width)), 1)) for place in places]
+        # This many digits distinguish two ticks.
+        digits = math.ceil(math.log10(max(abs(self.low), abs(self.high)) / width)) + 1
+        return [
+            (precise(multiple * width, max(digits, 6)), round(float(self(multiple * width)), 1)) for multiple in places
+        ]
 
 
 def number(value: float, name: str = "") -> str:
@@ -113,10 +116,10 @@ def precise(value: float, digits: int) -> str:
     return mantissa.replace("-", "−") + (f"e{int(exponent)}".replace("-", "−") if e else "")
 
 
-def measured(value: Any) -> float:
-    """A value of a log as a number to draw; NaN for anything else.
+def to_float(value: Any) -> float:
+    """Return a value of a log as a number to draw; NaN for anything else.
 
-    >>> measured(2), measured("two"), measured(10**400)
+    >>> to_float(2), to_float("two"), to_float(10**400)
     (2.0, nan, nan)
     """
     return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else math.nan
@@ -135,7 +138,7 @@ def _chart(kind: str, name: str, x: Axis, y: Axis, steps: Array, series: Mapping
     return {
         "kind": kind,
         "name": name,
-        "x": x.ticks(5, whole=True),
+        "x": x.ticks(5, integers=True),
         "y": y.ticks(4),
         "right": x.end,
         "noise": noise_limit(name),
@@ -147,26 +150,26 @@ def _chart(kind: str, name: str, x: Axis, y: Axis, steps: Array, series: Mapping
 
 
 def curve(name: str, steps: Array, values: Array, x: Axis) -> dict[str, Any]:
-    """A line through the values, broken where they are not finite. Many values get a line of their moving mean, too."""
+    """Draw a line through the values, broken where they are not finite, and a moving mean of many values."""
     finite = np.isfinite(values)
     low, high = float(values[finite].min()), float(values[finite].max())
     y = _axis_of_values(name, low, high, _BOTTOM - 6, _TOP + 6)
-    kept = _thinned(values)
+    shown = _select_points(values)
     window = max(5, int(finite.sum()) // 20) | 1
     smooth = finite.sum() >= 50 and high - low > NOISE * max(abs(low), abs(high))
     middle = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), _POINTS // 2)).astype(int))
-    return _chart("curve", name, x, y, steps[kept], {"": values[kept]}) | {
+    return _chart("curve", name, x, y, steps[shown], {"": values[shown]}) | {
         "last": number(values[finite][-1], name),
         "lost": int((~finite).sum()),
-        "path": _path(x(steps[kept]), y(values[kept])),
+        "path": _path(x(steps[shown]), y(values[shown])),
         "dots": _path(x(steps[finite]), y(values[finite]), joined=False) if finite.sum() <= 30 else "",
         "window": window if smooth else 0,
         "mean": _path(x(steps[middle]), y(_moving_mean(values, window)[middle])) if smooth else "",
     }
 
 
-def _thinned(values: Array) -> np.ndarray:
-    """The values to draw: the first, the last, and the lowest and the highest of each few between them."""
+def _select_points(values: Array) -> np.ndarray:
+    """Select the values to draw: the first, the last, and the lowest and highest of each few between."""
     if len(values) <= _POINTS:
         return np.arange(len(values))
     chosen = {0, len(values) - 1}
@@ -177,18 +180,18 @@ def _thinned(values: Array) -> np.ndarray:
 
 
 def _moving_mean(values: Array, window: int) -> Array:
-    """The mean of the finite values in a window around each value; NaN where there is none."""
+    """Return the mean of the finite values in a window around each value; NaN: there is none."""
     finite, half = np.isfinite(values), window // 2
-    totals, counts = (np.concatenate([[0.0], np.cumsum(each)]) for each in (np.where(finite, values, 0.0), finite))
-    place = np.arange(len(values))
-    first, end = np.maximum(place - half, 0), np.minimum(place + half + 1, len(values))
+    totals, counts = (np.concatenate([[0.0], np.cumsum(column)]) for column in (np.where(finite, values, 0.0), finite))
+    index = np.arange(len(values))
+    first, end = np.maximum(index - half, 0), np.minimum(index + half + 1, len(values))
     count = counts[end] - counts[first]
     mean: Array = np.where(count > 0, (totals[end] - totals[first]) / np.maximum(count, 1), np.nan)
     return mean
 
 
 def _path(x: Array, y: Array, joined: bool = True) -> str:
-    """An SVG path; one that is round at its ends shows a point that has no neighbours, too."""
+    """Return an SVG path; with round ends it also shows a point without neighbours."""
     parts, before = [], False
     for across, down in zip(x.tolist(), y.tolist(), strict=True):
         if math.isfinite(down):
@@ -199,12 +202,12 @@ def _path(x: Array, y: Array, joined: bool = True) -> str:
 
 
 def bars(name: str, edges: Array, counts: Array, x: Axis) -> dict[str, Any]:
-    """A histogram: a bar for each bin, which is named by its middle."""
+    """Draw a histogram: a bar for each bin, named by its middle."""
     y = Axis(0.0, float(counts.max()) or 1.0, _BOTTOM, _TOP + 4)
     sides, heights = x(edges), y(counts)
     path = "".join(
-        f"M{left + 0.5:.1f} {_BOTTOM}V{top:.1f}H{right - 0.5:.1f}V{_BOTTOM}Z"
-        for (left, right), top, count in zip(pairwise(sides.tolist()), heights.tolist(), counts.tolist(), strict=True)
+        f"M{begin + 0.5:.1f} {_BOTTOM}V{top:.1f}H{end - 0.5:.1f}V{_BOTTOM}Z"
+        for (begin, end), top, count in zip(pairwise(sides.tolist()), heights.tolist(), counts.tolist(), strict=True)
         if count
     )
     chart = _chart("curve", name, x, y, (edges[1:] + edges[:-1]) / 2, {"": counts})
@@ -234,31 +237,31 @@ def phase_colors(names: Iterable[str]) -> dict[str, str]:
     >>> phase_colors(["train", "sort", "train", "data"])
     {'train': 'var(--ink)', 'sort': '#20b620', 'data': 'var(--fifth)'}
     """
-    others = itertools.cycle(_OTHER_COLORS)
-    return {name: _PHASE_COLORS.get(name) or next(others) for name in dict.fromkeys(names)}
+    other_colors = itertools.cycle(_OTHER_COLORS)
+    return {name: _PHASE_COLORS.get(name) or next(other_colors) for name in dict.fromkeys(names)}
 
 
 def stack(phases: Mapping[str, Series], x: Axis) -> dict[str, Any]:
-    """Seconds of each phase, one upon the other."""
-    steps = np.unique(np.concatenate([some for some, _ in phases.values()]))
-    seconds = [np.interp(steps, some[np.isfinite(v)], v[np.isfinite(v)]) for some, v in phases.values()]
-    kept = _thinned(np.sum(seconds, axis=0))
-    levels = np.cumsum([np.zeros(len(steps)), *seconds], axis=0)[:, kept]
+    """Draw the seconds of each phase, stacked."""
+    steps = np.unique(np.concatenate([phase_steps for phase_steps, _ in phases.values()]))
+    seconds = [np.interp(steps, phase_steps[np.isfinite(v)], v[np.isfinite(v)]) for phase_steps, v in phases.values()]
+    shown = _select_points(np.sum(seconds, axis=0))
+    levels = np.cumsum([np.zeros(len(steps)), *seconds], axis=0)[:, shown]
     y = Axis(0.0, float(levels.max()) or 1.0, _BOTTOM, _TOP + 4)
-    across = np.concatenate([x(steps[kept]), x(steps[kept])[::-1]])
+    across = np.concatenate([x(steps[shown]), x(steps[shown])[::-1]])
     labels = [key.removeprefix("time/") for key in phases]
-    chart = _chart("stack", "time, s", x, y, steps[kept], {k: v[kept] for k, v in zip(labels, seconds, strict=True)})
+    chart = _chart("stack", "time, s", x, y, steps[shown], {k: v[shown] for k, v in zip(labels, seconds, strict=True)})
     areas = [np.concatenate([y(upper), y(lower)[::-1]]) for lower, upper in pairwise(levels)]
     return chart | {"areas": [_path(across, area) + "Z" for area in areas], "legend": labels, "unit": "s"}
 
 
 def heatmap(name: str, histograms: Sequence[Histogram], x: Axis) -> dict[str, Any]:
-    """For each few steps, the share of rows in each bin of a common scale: the more, the darker."""
-    low, high = min(each.low for each in histograms), max(each.high for each in histograms)
+    """Draw the share of rows in each bin of a common scale, for each few steps; larger shares are darker."""
+    low, high = min(histogram.low for histogram in histograms), max(histogram.high for histogram in histograms)
     y = _axis_of_values(name, low, high, _BOTTOM, _TOP)
     edges = np.linspace(y.low, y.high, _BINS + 1)
     parts = np.array_split(np.arange(len(histograms)), min(len(histograms), _COLUMNS))
-    columns = np.array([np.sum([_rebinned(histograms[i], edges) for i in part], axis=0) for part in parts])
+    columns = np.array([np.sum([_rebin(histograms[i], edges) for i in part], axis=0) for part in parts])
     shares = columns / columns.sum(axis=1, keepdims=True)
     firsts, lasts = ([histograms[part[end]].step for part in parts] for end in (0, -1))
     between = [(last + first) / 2 for last, first in zip(lasts[:-1], firsts[1:], strict=True)]
@@ -266,8 +269,8 @@ def heatmap(name: str, histograms: Sequence[Histogram], x: Axis) -> dict[str, An
     sides, heights = x([ends[0], *between, ends[1]]), y(edges)
     shades: list[str] = [""] * (_SHADES + 1)
     for (column, row), share in np.ndenumerate(shares):
-        left, right, up, down = sides[column], sides[column + 1], heights[row + 1], heights[row]
-        shades[math.ceil(math.sqrt(share) * _SHADES)] += f"M{left:.1f} {down:.1f}V{up:.1f}H{right:.1f}V{down:.1f}Z"
+        begin, end, up, down = sides[column], sides[column + 1], heights[row + 1], heights[row]
+        shades[math.ceil(math.sqrt(share) * _SHADES)] += f"M{begin:.1f} {down:.1f}V{up:.1f}H{end:.1f}V{down:.1f}Z"
     means = (shares * (edges[1:] + edges[:-1]) / 2).sum(axis=1)
     return _chart("heat", name, x, y, np.array(firsts), {"mean": means}) | {
         "shades": [(round(level / _SHADES, 3), path) for level, path in enumerate(shades) if level and path],
@@ -277,12 +280,12 @@ def heatmap(name: str, histograms: Sequence[Histogram], x: Axis) -> dict[str, An
     }
 
 
-def _rebinned(histogram: Histogram, edges: Array) -> Array:
-    """The counts in other bins, as if each bin's rows lay evenly over it; rows of one value stay together."""
+def _rebin(histogram: Histogram, edges: Array) -> Array:
+    """Return the counts in other bins; the rows of a bin are spread evenly, rows of one value stay together."""
     counts: Array
     if histogram.low == histogram.high:
         counts = np.histogram([histogram.low], edges)[0] * histogram.counts.sum()
         return counts
-    own = np.linspace(histogram.low, histogram.high, len(histogram.counts) + 1)
-    counts = np.diff(np.interp(edges, own, np.concatenate([[0.0], np.cumsum(histogram.counts)])))
+    own_edges = np.linspace(histogram.low, histogram.high, len(histogram.counts) + 1)
+    counts = np.diff(np.interp(edges, own_edges, np.concatenate([[0.0], np.cumsum(histogram.counts)])))
     return counts

@@ -10,7 +10,7 @@ import yaml
 
 from nrl.errors import ConfigError
 
-__all__ = ["check_same", "read", "replace", "write"]
+__all__ = ["check_same", "read_config", "replace", "write"]
 
 _WIDEST = 80  # characters of a value in a message
 _PLACE = ("cluster", "trainer", "dp", "layout", "samplers", "verifiers", "max_tokens", "checkpointing", "deadline")
@@ -34,16 +34,16 @@ def write(out: Path, text: str) -> None:
     """
     path = out / "config.yaml"
     if path.exists() and (before := path.read_bytes()) != text.encode():
-        old, new, there = read(path), yaml.safe_load(text), (out / "checkpoints").exists()
-        if old is None and there:
+        old, new, has_checkpoints = read_config(path), yaml.safe_load(text), (out / "checkpoints").exists()
+        if old is None and has_checkpoints:
             raise ConfigError(
                 f"run: {path} is empty or damaged, so nobody knows which configuration the checkpoints in out={out} "
                 "are of; give another folder. If they are of this one, remove that file"
             )
         was = new if old is None else old
         changed = _differences(was, new)
-        refused = _refused(changed)
-        if refused and there:
+        refused = _select_refused(changed)
+        if refused and has_checkpoints:
             raise ConfigError(
                 f"run: out={out} holds a run with another {', '.join(refused)} ("
                 + "; ".join(refused.values())
@@ -69,9 +69,9 @@ def check_same(text: str, before: str | None, where: object) -> None:
         where: they are.
 
     Raises:
-        ConfigError: it is another one.
+        ConfigError: the configurations differ.
     """
-    if before is not None and (refused := _refused(_differences(yaml.safe_load(before), yaml.safe_load(text)))):
+    if before is not None and (refused := _select_refused(_differences(yaml.safe_load(before), yaml.safe_load(text)))):
         raise ConfigError(
             f"run.restore: {where} holds checkpoints of a run with another {', '.join(refused)} ("
             + "; ".join(refused.values())
@@ -79,9 +79,9 @@ def check_same(text: str, before: str | None, where: object) -> None:
         )
 
 
-def _refused(changed: dict[str, str]) -> dict[str, str]:
+def _select_refused(changed: dict[str, str]) -> dict[str, str]:
     """Return the changes that a run does not go on with."""
-    return {key: said for key, said in changed.items() if not _may_change(key)}
+    return {key: change for key, change in changed.items() if not _may_change(key)}
 
 
 def _may_change(key: str) -> bool:
@@ -92,14 +92,14 @@ def _may_change(key: str) -> bool:
 
 def _differences(was: dict[str, Any], new: dict[str, Any], above: str = "") -> dict[str, str]:
     """By dotted key, the old and the new value in words, cut short."""
-    found: dict[str, str] = {}
+    differences: dict[str, str] = {}
     for key in was | new:
-        old, now = was.get(key), new.get(key)
-        if isinstance(old, dict) and isinstance(now, dict):
-            found |= _differences(old, now, f"{above}{key}.")
-        elif old != now:
-            found[f"{above}{key}"] = f"{above}{key}: {_short(old)} -> {_short(now)}"
-    return found
+        old, value = was.get(key), new.get(key)
+        if isinstance(old, dict) and isinstance(value, dict):
+            differences |= _differences(old, value, f"{above}{key}.")
+        elif old != value:
+            differences[f"{above}{key}"] = f"{above}{key}: {_short(old)} -> {_short(value)}"
+    return differences
 
 
 def _short(value: Any) -> str:
@@ -107,13 +107,13 @@ def _short(value: Any) -> str:
     return text if len(text) <= _WIDEST else f"{text[:_WIDEST]}..."
 
 
-def read(path: Path) -> dict[str, Any] | None:
+def read_config(path: Path) -> dict[str, Any] | None:
     """Read a ``config.yaml``. None: it is missing, empty, damaged, or no mapping."""
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, LookupError, RecursionError, yaml.YAMLError):
         return None
-    return found if isinstance(found, dict) else None
+    return content if isinstance(content, dict) else None
 
 
 def replace(path: Path, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Why a program stopped: its exit status, and the lines that it prints for a mistake.
+"""Exit statuses of a program, and the lines that it prints for a mistake.
 
 - 0: it has done its steps.
 - 1: a bug. Its traceback is shown.
@@ -29,8 +29,15 @@ __all__ = ["exit_status", "launch"]
 
 _MISTAKE, _INTERRUPTED = 2, 130  # exit statuses; Python's own is 1, for a bug
 _HOMELESS = "Could not determine home directory."  # pathlib's words
-_NOBODYS = (str(Path(__file__).parents[1]), sysconfig.get_path("scripts"), "<")  # where no line of a user's can be
-_LIBRARIES = (str(Path(__file__).parents[1]), *(sysconfig.get_path(each) for each in ("stdlib", "purelib", "platlib")))
+_NOBODYS = (
+    str(Path(__file__).parents[1]),
+    sysconfig.get_path("scripts"),
+    "<",
+)  # prefixes of files that are not the user's
+_LIBRARIES = (
+    str(Path(__file__).parents[1]),
+    *(sysconfig.get_path(scheme) for scheme in ("stdlib", "purelib", "platlib")),
+)
 
 
 @checked("launch")
@@ -62,10 +69,10 @@ def launch[C](program: Callable[[C], object], cls: type[C], args: Sequence[str] 
     """
     from nrl import config  # a command without a configuration needs none
 
-    def loaded() -> None:
+    def run_program() -> None:
         program(config.load(cls, args))
 
-    if status := exit_status(loaded, Path(sys.argv[0]).name):
+    if status := exit_status(run_program, Path(sys.argv[0]).name):
         raise SystemExit(status)
 
 
@@ -84,7 +91,7 @@ def exit_status(program: Callable[[], int | None], name: str) -> int:
     verbose = False
     try:
         verbose = flag("NRL_TRACEBACK")
-        with _warnings_named(name):
+        with _name_warnings(name):
             return program() or 0
     except (Exception, KeyboardInterrupt) as error:
         interrupted = isinstance(error, KeyboardInterrupt)
@@ -93,25 +100,25 @@ def exit_status(program: Callable[[], int | None], name: str) -> int:
             raise
         if verbose:
             traceback.print_exc()
-        elif not interrupted and (place := _place(error.__traceback__)):
-            lines.append(f"  at {place}; NRL_TRACEBACK=1 shows the traceback")
+        elif not interrupted and (line := _find_user_line(error.__traceback__)):
+            lines.append(f"  at {line}; NRL_TRACEBACK=1 shows the traceback")
         sys.stdout.flush()
-        print(_coloured(name, printable(redact("\n".join(lines)))), file=sys.stderr, flush=True)
+        print(_add_color(name, printable(redact("\n".join(lines)))), file=sys.stderr, flush=True)
         return _INTERRUPTED if interrupted else _MISTAKE
 
 
 @contextmanager
-def _warnings_named(name: str) -> Iterator[None]:
+def _name_warnings(name: str) -> Iterator[None]:
     before = warnings.formatwarning
 
-    def formatted(
+    def format_warning(
         message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
     ) -> str:
         if filename.startswith(_NOBODYS):
             return f"{name}: {category.__name__}: {printable(redact(str(message)))}\n"
         return before(message, category, filename, lineno, line)
 
-    warnings.formatwarning = formatted
+    warnings.formatwarning = format_warning
     try:
         yield
     finally:
@@ -119,11 +126,11 @@ def _warnings_named(name: str) -> Iterator[None]:
 
 
 def _lines_of(error: BaseException) -> list[str] | None:
-    """The lines to print for a mistake; None: it is a bug."""
+    """Return the lines to print for a mistake; None: the error is a bug."""
     if isinstance(error, ExceptionGroup):
-        each = [_lines_of(one) for one in error.exceptions]
-        lines = [line for some in each for line in some or ()]
-        return list(dict.fromkeys(lines)) if all(each) else None
+        parts = [_lines_of(inner) for inner in error.exceptions]
+        lines = [line for part in parts for line in part or ()]
+        return list(dict.fromkeys(lines)) if all(parts) else None
     if isinstance(error, RuntimeError) and str(error) == _HOMELESS:
         return [f"user {os.getuid()} has no home folder, and HOME is not set; set HOME to a folder that it can write"]
     of_a_file = isinstance(error, OSError) and error.errno is not None
@@ -135,17 +142,17 @@ def _lines_of(error: BaseException) -> list[str] | None:
     return [*(str(error).splitlines() or [type(error).__name__]), *(f"  {note}" for note in notes)]
 
 
-def _place(trace: TracebackType | None) -> str:
-    """The last line that is the user's own; empty: there is none."""
-    others = (*(f"{folder}{os.sep}" for folder in _LIBRARIES), "<")
-    frames = [each for each in traceback.extract_tb(trace) if not each.filename.startswith(others)]
+def _find_user_line(trace: TracebackType | None) -> str:
+    """Return the last line of the user's own code; empty: there is none."""
+    foreign = (*(f"{folder}{os.sep}" for folder in _LIBRARIES), "<")
+    frames = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(foreign)]
     if not frames:
         return ""
     path = Path(frames[-1].filename)
-    here = path.is_relative_to(Path.cwd())
-    return f"{path.relative_to(Path.cwd()) if here else path}, line {frames[-1].lineno}, in {frames[-1].name}"
+    in_cwd = path.is_relative_to(Path.cwd())
+    return f"{path.relative_to(Path.cwd()) if in_cwd else path}, line {frames[-1].lineno}, in {frames[-1].name}"
 
 
-def _coloured(name: str, text: str) -> str:
+def _add_color(name: str, text: str) -> str:
     terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
     return f"\x1b[1;31m{name}:\x1b[0m {text}" if terminal else f"{name}: {text}"

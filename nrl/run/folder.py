@@ -19,9 +19,9 @@ import filelock
 
 from nrl.errors import ConfigError
 from nrl.files import resolve_output, without_file_scheme
-from nrl.run.checkpoint import ELSEWHERE
+from nrl.run.checkpoint import REMOTE
 
-__all__ = ["Folders", "choose", "claim", "dead_end", "entered", "location", "mark_begun", "reusing"]
+__all__ = ["Folders", "choose", "claim", "enter", "is_dead_end", "location", "mark_begun", "reuse_folders"]
 
 _KEPT_BY_NRL = frozenset(  # written whatever becomes of the run
     {
@@ -40,17 +40,17 @@ _KEPT_BY_NRL = frozenset(  # written whatever becomes of the run
 
 
 def choose(cfg: Any) -> Path:
-    """The folder that a run's configuration names, or a new one; its content stays as it is.
+    """Return the folder that a run's configuration names, or a new one; its content stays as it is.
 
     Raises:
-        ConfigError: it is a file, or holds a run that nothing can go on from; or ``steps`` is negative.
+        ConfigError: the folder is a file, or holds a run without checkpoints; or ``steps`` is negative.
     """
     if getattr(cfg, "steps", 0) < 0:
         raise ConfigError(f"run: steps={cfg.steps}; give 0 or more")
     out = location(cfg, "run")
     if attempt := _attempt.get():
         attempt.folders.used[out] = None
-    if dead_end(out):
+    if is_dead_end(out):
         raise ConfigError(
             f"run: out={out} holds a run already, which has no checkpoints to go on from; give another folder, or "
             "remove that one"
@@ -58,38 +58,38 @@ def choose(cfg: Any) -> Path:
     return out
 
 
-def location(cfg: Any, who: str) -> Path:
-    """The folder that a configuration names as ``out``, or a new one under ``runs/``.
+def location(cfg: Any, caller: str) -> Path:
+    """Return the folder that a configuration names as ``out``, or a new one under ``runs/``.
 
     Within `reusing` a later attempt gets the new folder of the earlier one.
 
     Raises:
-        ConfigError: it is a file, the root of the file system or in a store, or holds a variable; ``who`` begins the
-            message.
+        ConfigError: ``out`` is a file, the root of the file system, in a store, or has a variable; ``caller`` begins
+            the message.
     """
-    out = _read_out(cfg, who) or (_attempt.get() or _Attempt(Folders())).next_new()
+    out = _read_out(cfg, caller) or (_attempt.get() or _Attempt(Folders())).next_new()
     if out.exists() and not out.is_dir():
-        raise ConfigError(f"{who}: out={out} is a file; give a folder, or leave it out to make a new one")
+        raise ConfigError(f"{caller}: out={out} is a file; give a folder, or leave it out to make a new one")
     return out
 
 
-def _read_out(cfg: Any, who: str) -> Path | None:
-    """Return the folder that ``cfg.out`` means; None: it names none."""
+def _read_out(cfg: Any, caller: str) -> Path | None:
+    """Return the folder that ``cfg.out`` means; None: no folder is named."""
     if not getattr(cfg, "out", None):
         return None
-    name = without_file_scheme(f"{who}: out", cfg.out)
+    name = without_file_scheme(f"{caller}: out", cfg.out)
     # A Path has one slash of an URL's two.
     in_store = re.match(r"[A-Za-z][\w+.-]+:/", str(name))
-    if not in_store and isinstance(out := resolve_output(f"{who}: out", name), Path):
+    if not in_store and isinstance(out := resolve_output(f"{caller}: out", name), Path):
         return out
     raise ConfigError(
-        f"{who}: out={cfg.out} is in a store, where no run can append to its files; give a folder on a disk as out=, "
-        f"and, for the checkpoints, checkpoints.to={cfg.out}"
+        f"{caller}: out={cfg.out} is in a store, where no run can append to its files; give a folder on a disk as "
+        f"out=, and, for the checkpoints, checkpoints.to={cfg.out}"
     )
 
 
 @contextmanager
-def entered(cfg: Any, choose: Callable[[Any], Path] = choose) -> Iterator[Path]:
+def enter(cfg: Any, choose: Callable[[Any], Path] = choose) -> Iterator[Path]:
     """Choose the folder of a configuration, and lock it for this process.
 
     An error in the first step or before, while the folder holds nothing worth keeping, such as a model, undoes the
@@ -106,12 +106,12 @@ def entered(cfg: Any, choose: Callable[[Any], Path] = choose) -> Iterator[Path]:
     missing = [path for path in (above, *above.parents) if not path.exists()]
     out = choose(cfg)
     if getattr(cfg, "out", None):  # it is made below; a folder without a name is there already
-        made = [path for path in (out, *out.parents) if not path.exists()]
+        created = [path for path in (out, *out.parents) if not path.exists()]
     else:
-        made = [out, *missing]
+        created = [out, *missing]
     with ExitStack() as stack:
         claim(out, stack)
-        stack.enter_context(_undone(out, made))
+        stack.enter_context(_undo_on_error(out, created))
         yield out
 
 
@@ -124,27 +124,27 @@ _begun: set[Path] = set()  # folders that this process is in, after their first 
 
 
 @contextmanager
-def _undone(out: Path, made: Sequence[Path]) -> Iterator[None]:
+def _undo_on_error(out: Path, created: Sequence[Path]) -> Iterator[None]:
     _begun.discard(out)
     before, configs = _worth_keeping(out), {path: path.read_bytes() for path in _configs(out)}
     try:
         yield
     except BaseException:
         if out not in _begun:
-            with contextlib.suppress(OSError):  # which would hide the error
-                _undo(out, made, before, configs)
+            with contextlib.suppress(OSError):  # A second error would hide the first.
+                _undo(out, created, before, configs)
         raise
     finally:
         _begun.discard(out)
 
 
-def _undo(out: Path, made: Sequence[Path], before: dict[str, int], configs: dict[Path, bytes]) -> None:
-    if (after := _worth_keeping(out)) and (made or after != before):
+def _undo(out: Path, created: Sequence[Path], before: dict[str, int], configs: dict[Path, bytes]) -> None:
+    if (after := _worth_keeping(out)) and (created or after != before):
         return
-    if made:
+    if created:
         shutil.rmtree(out, ignore_errors=True)
-        for path in made[1:]:
-            path.rmdir()  # others may have come to be in it
+        for path in created[1:]:
+            path.rmdir()  # The folder may have got other files.
         return
     for folder in sorted(out.glob("checkpoints/**/"), reverse=True):
         with contextlib.suppress(OSError):
@@ -161,22 +161,22 @@ def _configs(out: Path) -> list[Path]:
 
 
 def _worth_keeping(out: Path) -> dict[str, int]:
-    """What is in the folder and when it changed, without empty things and those that nrl writes in any case."""
-    found = {}
+    """Return times of change of the folder's content, without empty files and files that nrl always writes."""
+    files = {}
     for path in set(out.iterdir()) - set(_configs(out)):
         with contextlib.suppress(OSError):  # gone, or not readable
             about = path.stat()
             if path.name == "checkpoints":
-                holds = any(each.is_file() and each.name != ELSEWHERE for each in path.rglob("*"))
+                holds = any(file.is_file() and file.name != REMOTE for file in path.rglob("*"))
             else:
                 holds = any(path.iterdir()) if path.is_dir() else about.st_size > 0
             if path.name not in _KEPT_BY_NRL and holds:
-                found[path.name] = 0 if path.name == "checkpoints" else about.st_mtime_ns
-    return found
+                files[path.name] = 0 if path.name == "checkpoints" else about.st_mtime_ns
+    return files
 
 
-def dead_end(out: Path) -> bool:
-    """Whether a program that makes no checkpoints has logged steps here, so that nothing can go on from them."""
+def is_dead_end(out: Path) -> bool:
+    """Return whether the folder has logged steps, but no checkpoints to go on from."""
     return any(path.stat().st_size for path in out.glob("[!.]*.jsonl")) and not (out / "checkpoints").exists()
 
 
@@ -184,12 +184,12 @@ def dead_end(out: Path) -> bool:
 class Folders:
     """The folders of one program's runs, over all attempts."""
 
-    new: list[Path] = attrs.field(factory=list)  # those that no configuration named, in order
+    new: list[Path] = attrs.field(factory=list)  # folders without a name in a configuration, in order
     used: dict[Path, None] = attrs.field(factory=dict)  # all, in order
 
 
 @contextmanager
-def reusing(folders: Folders) -> Iterator[None]:
+def reuse_folders(folders: Folders) -> Iterator[None]:
     """Attempt a program once more: its n-th run without an ``out`` goes on in the folder of the n-th one before.
 
     Args:
@@ -234,7 +234,7 @@ _attempt: ContextVar[_Attempt | None] = ContextVar("_attempt", default=None)
 
 
 def _new_folder() -> Path:
-    """A folder that no other run has, also when two start in the same second."""
+    """Make a folder that no other run has, also when two start in the same second."""
     stamp = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
     out, attempt = Path("runs") / stamp, 0
     while True:

@@ -1,4 +1,4 @@
-"""Which metrics of a loop a report shows first, and which it folds away."""
+"""The choice of metrics that a report shows first, and of those that it folds away."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -48,9 +48,9 @@ def key_metrics(names: Iterable[str]) -> list[str]:
     >>> key_metrics(["grad_norm", "loss", "eval/loss", "lr"])
     ['loss', 'eval/loss']
     """
-    known = list(names)
+    available = list(names)
     firsts = [
-        next((name for pattern in patterns for name in known if pattern.fullmatch(name)), None) for patterns in _KEY
+        next((name for pattern in patterns for name in available if pattern.fullmatch(name)), None) for patterns in _KEY
     ]
     return list(dict.fromkeys(name for name in firsts if name is not None))
 
@@ -59,7 +59,7 @@ def order_metrics(names: Iterable[str]) -> list[str]:
     """Sort metrics as a report shows them: rewards and losses first, then in the order in which they were logged."""
 
     def rank(name: str) -> int:
-        return next((place for place, pattern in enumerate(_ORDER) if pattern.match(name)), len(_ORDER))
+        return next((index for index, pattern in enumerate(_ORDER) if pattern.match(name)), len(_ORDER))
 
     return sorted(names, key=rank)
 
@@ -95,5 +95,5 @@ _NONE: Series = (np.empty(0), np.empty(0))
 
 
 def _seconds_at(steps: Array, seconds: Mapping[float, float]) -> Array:
-    found: Array = np.nan_to_num(np.array([seconds.get(step, 0.0) for step in steps.tolist()], dtype=float))
-    return found
+    column: Array = np.nan_to_num(np.array([seconds.get(step, 0.0) for step in steps.tolist()], dtype=float))
+    return column

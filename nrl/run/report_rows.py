@@ -9,15 +9,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nrl.log import redacted
-from nrl.run.charts import measured, number, precise
+from nrl.run.charts import number, precise, to_float
 
-__all__ = ["answer_row", "episode", "episodes", "masked", "peak", "text_part"]
+__all__ = ["answer_row", "episode", "episodes", "mask_secrets", "peak", "text_part"]
 
-_NUMBERS = ("loss_mask", "advantages", "rollout_logprobs")  # of each token
-_ROWS = (3, 1)  # of an episode that forked, from its beginning and its end
-_TOKENS, _CHARACTERS = (1500, 500), (3000, 1000)  # of a row and of a text, likewise
+_NUMBERS = ("loss_mask", "advantages", "rollout_logprobs")  # columns of each token
+_ROWS = (3, 1)  # rows of a forked episode, at its beginning and end
+_TOKENS, _CHARACTERS = (1500, 500), (3000, 1000)  # tokens of a row and characters of a text, likewise
 _SHORT = (400, 100)  # characters of a call, likewise
-_CALLS = 50  # of a turn, and messages of a part, at most
+_CALLS = 50  # calls of a turn, and messages of a part, at most
 
 
 def episodes(rows: Any) -> list[list[dict[str, Any]]]:
@@ -26,16 +26,16 @@ def episodes(rows: Any) -> list[list[dict[str, Any]]]:
     >>> [len(rows) for rows in episodes([{"row": 0}, {"row": 1, "episode": 5}, None])]
     [1, 1]
     """
-    found: list[list[dict[str, Any]]] = []
+    split: list[list[dict[str, Any]]] = []
     for row in _mappings(rows):
-        before = found[-1][0] if found else {}
+        before = split[-1][0] if split else {}
         if isinstance(row.get("parts"), list):
             row = row | {"parts": [_without_texts(part) for part in row["parts"]]}
-        if _forked(row) and _forked(before) and row.get("episode") == before.get("episode"):
-            found[-1].append(row)
+        if _is_fork(row) and _is_fork(before) and row.get("episode") == before.get("episode"):
+            split[-1].append(row)
         else:
-            found.append([row])
-    return found
+            split.append([row])
+    return split
 
 
 def episode(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def episode(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     head, left_out, last = _ends(rows, *_ROWS)
     first = rows[0]
     rewards = first.get("reward")
-    numbers = [measured(reward) for reward in (rewards if isinstance(rewards, list) else [rewards])]
+    numbers = [to_float(reward) for reward in (rewards if isinstance(rewards, list) else [rewards])]
     total = math.fsum(value for value in numbers if math.isfinite(value))
     return {
         "rows": [_row(row) for row in [*head, *last]],
@@ -91,11 +91,11 @@ def answer_row(text: str, conversation: Any, facts: Sequence[tuple[str, Any]], f
             shown.append(_turn(part, turn if turns > 1 else 0) | {"text": ends})
         else:
             shown.append(text_part(part["role"], str(part.get("text", "")), part.get("messages")))
-    known = [(name, _brief(value)) for name, value in facts]
-    return {"facts": known, "more": [], "flags": list(flags), "fork": None, "parts": shown}
+    shown_facts = [(name, _brief(value)) for name, value in facts]
+    return {"facts": shown_facts, "more": [], "flags": list(flags), "fork": None, "parts": shown}
 
 
-def masked(episodes: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[dict[str, Any]]]:
+def mask_secrets(episodes: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[dict[str, Any]]]:
     """Mask secrets in the texts of episodes. Lists of numbers have none, and most of a log is numbers."""
     texts = [[{key: row[key] for key in row if key not in _NUMBERS} for row in rows] for rows in episodes]
     return [
@@ -110,25 +110,25 @@ def _without_texts(part: Any) -> Any:
     return {key: value for key, value in part.items() if key not in unused} if isinstance(part, dict) else part
 
 
-def _forked(row: Mapping[str, Any]) -> bool:
+def _is_fork(row: Mapping[str, Any]) -> bool:
     return isinstance(row.get("fork"), int) and isinstance(row.get("forks"), int) and row["forks"] > 0
 
 
 def _row(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row's facts and its parts; of a long one the beginning and the end."""
-    known = {name: _named(row.get(name)) for name in ("components", "env")}
+    number_groups = {name: _format_numbers(row.get(name)) for name in ("components", "env")}
     facts = [(key, _brief(row[key])) for key in ("reward", "source", "group", "row", "version") if key in row]
     return {
         "facts": facts,
-        "more": [(name, numbers) for name, numbers in known.items() if numbers],
+        "more": [(name, numbers) for name, numbers in number_groups.items() if numbers],
         "flags": _flags(row),
-        "fork": _fork(row) if _forked(row) else None,
+        "fork": _fork(row) if _is_fork(row) else None,
         "parts": _parts(row),
     }
 
 
 def _flags(row: Mapping[str, Any]) -> list[str]:
-    """What is wrong with a row."""
+    """Return the flags of a row: status, and whether it is truncated, cut or invalid."""
     status = row.get("status")
     flags = {
         "truncated": row.get("truncated") is True,
@@ -140,20 +140,20 @@ def _flags(row: Mapping[str, Any]) -> list[str]:
 
 
 def _fork(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Which row of an episode that forked this is."""
+    """Return the position of a row within a forked episode."""
     names = ("episode", "fork", "forks", "shared")
-    why = row["why"] if isinstance(row.get("why"), str) else ""
-    return {name: precise(measured(row.get(name)), 9) for name in names} | {"first": row["fork"] == 0, "why": why}
+    reason = row["why"] if isinstance(row.get("why"), str) else ""
+    return {name: precise(to_float(row.get(name)), 9) for name in names} | {"first": row["fork"] == 0, "why": reason}
 
 
 def _parts(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Who wrote what; the tokens in the middle of a long row are left out, and what lies between them."""
+    """Return the parts of a row by author, without the middle of a long row."""
     texts, mask, advantages, logprobs = (
         row[key] if isinstance(row.get(key), list) else [] for key in ("tokens", *_NUMBERS)
     )
-    prompt, known = str(row.get("prompt", "")), _whole(row.get("parts"), len(texts))
-    given: list[dict[str, Any]] = [{"role": "prompt"}, {"role": "policy", "tokens": [0, len(texts)]}]
-    given = row["parts"] if known else given
+    prompt, are_complete = str(row.get("prompt", "")), _are_complete(row.get("parts"), len(texts))
+    row_parts: list[dict[str, Any]] = [{"role": "prompt"}, {"role": "policy", "tokens": [0, len(texts)]}]
+    row_parts = row["parts"] if are_complete else row_parts
     behind, from_end = sum(_TOKENS), len(texts) - _TOKENS[1]
 
     def run(first: int, stop: int) -> dict[str, Any]:
@@ -165,15 +165,15 @@ def _parts(row: Mapping[str, Any]) -> list[dict[str, Any]]:
             "logprobs": _numbers(logprobs, first, stop),
         }
 
-    start = next((part["tokens"][0] for part in given if part["role"] != "prompt"), 0)
+    start = next((part["tokens"][0] for part in row_parts if part["role"] != "prompt"), 0)
     parts, turn = list[dict[str, Any]](), 0
-    turns = sum(part["role"] == "policy" for part in given)
-    for part in given:
+    turns = sum(part["role"] == "policy" for part in row_parts)
+    for part in row_parts:
         if part["role"] == "prompt":
             parts.append(text_part("prompt", prompt, part.get("messages")))
             continue
         turn += part["role"] == "policy"
-        first, stop = (place - start for place in part["tokens"])
+        first, stop = (position - start for position in part["tokens"])
         cut = stop if len(texts) <= behind else min(max(first, _TOKENS[0]), stop)
         again = stop if len(texts) <= behind else max(min(stop, from_end), cut)
         if cut == first and again == stop > first:  # all of it is in the middle
@@ -184,9 +184,9 @@ def _parts(row: Mapping[str, Any]) -> list[dict[str, Any]]:
             parts.append(text_part("environment", "".join(map(str, texts[first:stop])), part.get("messages")))
         else:
             tokens = run(first, cut), again - cut, run(again, stop)
-            other = "not trained on" if known else "not sampled"
+            other = "not trained on" if are_complete else "not sampled"
             parts.append(_turn(part, turn if turns > 1 else 0) | {"tokens": tokens, "other": other})
-            if turns == 1 and not _forked(row):
+            if turns == 1 and not _is_fork(row):
                 parts[-1] |= {"reward": "", "components": []}  # the row's own say it
     return parts
 
@@ -198,75 +198,79 @@ def _column(values: list[Any]) -> Any:
 
 def _numbers(values: Sequence[Any], first: int, stop: int) -> Any:
     """A column of numbers in as many digits as are shown; None for what is no number."""
-    some = list(values[first:stop])
-    if some and some.count(some[0]) == stop - first:
-        return _rounded(some[0])  # of most samples, all advantages
-    return _column([*map(_rounded, some), *[None] * (stop - first - len(some))])
+    selected = list(values[first:stop])
+    if selected and selected.count(selected[0]) == stop - first:
+        return _round(selected[0])  # Most samples have equal advantages.
+    return _column([*map(_round, selected), *[None] * (stop - first - len(selected))])
 
 
-def _rounded(value: Any) -> float | None:
-    number = measured(value)
+def _round(value: Any) -> float | None:
+    number = to_float(value)
     return float(f"{number:.5g}") if math.isfinite(number) else None
 
 
-def _whole(parts: Any, tokens: int) -> bool:
-    """Whether parts have all tokens of a row, each one once and in order."""
+def _are_complete(parts: Any, tokens: int) -> bool:
+    """Return whether parts have all tokens of a row, each one once and in order."""
     if not isinstance(parts, list) or not parts:
         return False
     places: list[Any] = [part.get("tokens") if isinstance(part, dict) else None for part in parts]
-    if not all(isinstance(each, list) and len(each) == 2 and all(type(at) is int for at in each) for each in places):
+    if not all(
+        isinstance(span, list) and len(span) == 2 and all(type(position) is int for position in span) for span in places
+    ):
         return False
-    roles, at = [str(part.get("role")) for part in parts], places[0][0]
+    roles, position = [str(part.get("role")) for part in parts], places[0][0]
     if not {*roles[:1]} <= {"prompt", "policy"} or not {*roles[1:]} <= {"policy", "environment"}:
         return False
     for first, stop in places:
-        if first != at or stop < first:
+        if first != position or stop < first:
             return False
-        at = stop
-    return bool(at - (places[0][1] if roles[0] == "prompt" else places[0][0]) == tokens)
+        position = stop
+    return bool(position - (places[0][1] if roles[0] == "prompt" else places[0][0]) == tokens)
 
 
 def text_part(role: str, text: str, messages: Any = None) -> dict[str, Any]:
     """Return a part that the policy did not write: its messages, or its text."""
-    known = [
-        (each["role"], _ends(each["content"], *_CHARACTERS))
-        for each in (messages if isinstance(messages, list) else ())
-        if isinstance(each, dict) and isinstance(each.get("role"), str) and isinstance(each.get("content"), str)
+    shown_messages = [
+        (message["role"], _ends(message["content"], *_CHARACTERS))
+        for message in (messages if isinstance(messages, list) else ())
+        if isinstance(message, dict)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str)
     ]
-    first, left_out, last = _ends(known, _CALLS - 10, 10)
+    first, left_out, last = _ends(shown_messages, _CALLS - 10, 10)
     return {"role": role, "text": _ends(text, *_CHARACTERS), "messages": (first, left_out, last)}
 
 
 def _turn(part: Mapping[str, Any], turn: int) -> dict[str, Any]:
-    """What there is to say about a turn of the policy beside its tokens."""
+    """Return the facts of a turn of the policy, without its tokens."""
     calls = [
-        (str(each["name"]), _ends(", ".join(_argument(*pair) for pair in each["arguments"].items()), *_SHORT))
-        for each in _mappings(part.get("calls"))
-        if isinstance(each.get("arguments"), dict) and "name" in each
+        (str(call["name"]), _ends(", ".join(_argument(*pair) for pair in call["arguments"].items()), *_SHORT))
+        for call in _mappings(part.get("calls"))
+        if isinstance(call.get("arguments"), dict) and "name" in call
     ]
     malformed = [
-        (_ends(str(each.get("text", "")), *_SHORT), str(each.get("reason", "")))
-        for each in _mappings(part.get("malformed"))
+        (_ends(str(call.get("text", "")), *_SHORT), str(call.get("reason", "")))
+        for call in _mappings(part.get("malformed"))
     ]
     return {
         "role": "policy",
         "turn": turn,
         "reward": _brief(part["reward"]) if "reward" in part else "",
-        "components": _named(part.get("components")),
+        "components": _format_numbers(part.get("components")),
         "reasoning": len(part["reasoning"]) if isinstance(part.get("reasoning"), str) else 0,
         "calls": calls[:_CALLS],
         "malformed": malformed[:_CALLS],
     }
 
 
-def _named(values: Any) -> list[tuple[str, str]]:
+def _format_numbers(values: Any) -> list[tuple[str, str]]:
     """Numbers by name; those that are None are not there."""
-    own = values if isinstance(values, dict) else {}
-    return [(str(key), _brief(value)) for key, value in own.items() if value is not None]
+    numbers = values if isinstance(values, dict) else {}
+    return [(str(key), _brief(value)) for key, value in numbers.items() if value is not None]
 
 
 def _mappings(values: Any) -> list[Any]:
-    return [each for each in values if isinstance(each, dict)] if isinstance(values, list) else []
+    return [item for item in values if isinstance(item, dict)] if isinstance(values, list) else []
 
 
 def _argument(name: str, value: Any) -> str:
@@ -277,7 +281,7 @@ def _brief(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(_brief, value[:8])) + (" …" if len(value) > 8 else "")
     if isinstance(value, int):
-        return precise(measured(value), 9)
+        return precise(to_float(value), 9)
     if isinstance(value, float):
         return number(value)
     return "undefined" if value is None else str(value)

@@ -23,14 +23,14 @@ import numpy as np
 from nrl.errors import DataError
 from nrl.log import duration, format_seconds, redact
 from nrl.run import charts, report_rows, sample_pages
-from nrl.run.charts import Histogram, Series, measured, number
+from nrl.run.charts import Histogram, Series, number, to_float
 from nrl.run.metric_choice import is_flat, key_metrics, order_metrics, time_phases
 from nrl.run.sample_pages import Sample, SampleWriter
 from nrl.runtime.trace import timeline
 
 __all__ = ["report", "report_at_end", "write_page"]
 
-_TIMES = ("time/rollout", "time/train", "time/publish", "time/total")  # one chart shows them all
+_TIMES = ("time/rollout", "time/train", "time/publish", "time/total")  # shown in one chart
 _SAMPLED = frozenset({"reward", "lag", "tokens/sampled"})  # metrics of loops whose batches come from rollouts
 # Invisible or reordering characters, except for those that emoji are made with; also for JavaScript, with its flag u.
 _HIDDEN = (
@@ -75,14 +75,14 @@ def report(out: str | Path) -> Path:
     newest = max(path.stat().st_mtime for path in [*files, config] if path.exists())
     names = dict.fromkeys(map(_loop_of, files))
     calls = folder / "timeline.json"
-    busy = timeline.busy(calls) if calls.is_file() else {}
+    busy = timeline.busy_shares(calls) if calls.is_file() else {}
     saves = timeline.seconds_in_steps(calls, "save") if calls.is_file() else {}
     token = sample_pages.token_of(files)
     loops = []
-    for place, name in enumerate(names):
-        writer = SampleWriter(folder, f"{token}-{place}")
-        own = [path for path in files if _loop_of(path) == name]
-        loops.append(_loop(name, own, busy.get(name, {}), saves.get(name, {}), writer))
+    for index, name in enumerate(names):
+        writer = SampleWriter(folder, f"{token}-{index}")
+        loop_files = [path for path in files if _loop_of(path) == name]
+        loops.append(_loop(name, loop_files, busy.get(name, {}), saves.get(name, {}), writer))
     return write_page(folder, loops, newest, calls.name if calls.is_file() else "", token)
 
 
@@ -163,8 +163,8 @@ def _loop(
     metrics = _metrics((path for path in paths if path not in rollouts), unread)
     histograms, samples = _rollouts(rollouts, unread, writer)
     steps = metrics.pop("step", (np.empty(0), np.empty(0)))[0]
-    every = [*steps, *(each.step for some in histograms.values() for each in some)]
-    low, high = (min(every), max(every)) if every else (0.0, 0.0)
+    all_steps = [*steps, *(histogram.step for series in histograms.values() for histogram in series)]
+    low, high = (min(all_steps), max(all_steps)) if all_steps else (0.0, 0.0)
     x = charts.Axis(low, high, charts.BOX["left"], charts.BOX["right"])
     defined = {key: series for key, series in metrics.items() if np.isfinite(series[1]).any()}
     phases = time_phases(
@@ -181,7 +181,7 @@ def _loop(
         "busy": [(redact(mesh), f"{share:.0%}") for mesh, share in busy.items()],
         "first": [charts.curve(redact(key), *curves[key], narrow) for key in first],
         "times": [charts.stack(phases, narrow)] if phases else [],
-        "heatmaps": [charts.heatmap(redact(key), some, x) for key, some in histograms.items()],
+        "heatmaps": [charts.heatmap(redact(key), series, x) for key, series in histograms.items()],
         "more": [charts.curve(redact(key), *curves[key], x) for key in order_metrics(curves) if key not in first],
         "flat": [(redact(key), number(float(np.median(defined[key][1])), key)) for key in flat],
         "samples": samples,
@@ -211,34 +211,34 @@ def _tiles(defined: Mapping[str, Series], steps: int) -> list[tuple[str, str, st
 def _records(path: Path, unread: list[int]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield each line's number and record; note the numbers of lines that cannot be read."""
     with path.open("rb") as file:
-        for place, line in enumerate(file):
+        for index, line in enumerate(file):
             try:
                 record = json.loads(line)
             except ValueError:
                 record = None
             if isinstance(record, dict):
-                step = measured(record.get("step"))
-                yield place, record | {"step": place if math.isnan(step) else step}
+                step = to_float(record.get("step"))
+                yield index, record | {"step": index if math.isnan(step) else step}
             elif line.strip():
-                unread.append(place)
+                unread.append(index)
 
 
 def _metrics(paths: Iterable[Path], unread: list[int]) -> dict[str, Series]:
-    """For each metric its steps and values, NaN where not finite, in the order of the steps."""
-    found: dict[str, list[tuple[float, float]]] = {}
+    """Return steps and values of each metric, sorted by step; values that are not finite are NaN."""
+    pairs_by_name: dict[str, list[tuple[float, float]]] = {}
     for path in paths:
         for _, record in _records(path, unread):
             for key, value in record.items():
                 if value is None or isinstance(value, int | float):
-                    found.setdefault(key, []).append((record["step"], measured(value)))
-    ordered = {key: np.array(sorted(pairs, key=lambda pair: pair[0])).T for key, pairs in found.items()}
+                    pairs_by_name.setdefault(key, []).append((record["step"], to_float(value)))
+    ordered = {key: np.array(sorted(pairs, key=lambda pair: pair[0])).T for key, pairs in pairs_by_name.items()}
     return {key: (steps, values) for key, (steps, values) in ordered.items()}
 
 
 def _rollouts(
     paths: Sequence[Path], unread: list[int], writer: SampleWriter
 ) -> tuple[dict[str, list[Histogram]], dict[str, Any] | None]:
-    """Histograms by name, in the order of their steps, and what the page is to know of samples; None: there are none.
+    """Histograms by name, sorted by step, and the page's data of samples; None: no samples.
 
     The writer gets all episodes, or an even selection where the files are large.
     """
@@ -249,17 +249,17 @@ def _rollouts(
         for _, record in _records(path, unread):
             for key, value in record.items():
                 if isinstance(value, dict) and isinstance(value.get("counts"), list):
-                    low, high = measured(value.get("low")), measured(value.get("high"))
-                    counts = np.nan_to_num([measured(count) for count in value["counts"]])
+                    low, high = to_float(value.get("low")), to_float(value.get("high"))
+                    counts = np.nan_to_num([to_float(count) for count in value["counts"]])
                     if low <= high and counts.sum() > 0:
                         histograms.setdefault(key, []).append(Histogram(record["step"], low, high, counts))
             episodes = report_rows.episodes(record.get("rows"))
-            for rows in report_rows.masked(episodes[-count % stride :: stride]):
+            for rows in report_rows.mask_secrets(episodes[-count % stride :: stride]):
                 episode = report_rows.episode(rows)
                 peak = max(peak, report_rows.peak(episode["rows"]))
                 writer.add(Sample(step=record["step"], **episode))
             count += len(episodes)
-    ordered = {key: sorted(some, key=lambda each: each.step) for key, some in histograms.items()}
+    ordered = {key: sorted(series, key=lambda each: each.step) for key, series in histograms.items()}
     if not count:
         return ordered, None
     return ordered, {"unit": "step", "file": paths[0].name, "peak": peak, "stride": stride} | writer.finish()
@@ -269,8 +269,8 @@ def _visible(text: str) -> Any:
     """Escape a text, with signs for invisible characters; a line break gets a sign and stays."""
     from markupsafe import Markup, escape
 
-    def sign(found: re.Match[str]) -> str:
-        character = found[0]
+    def sign(match: re.Match[str]) -> str:
+        character = match[0]
         shown = {"\n": "↵", "\t": "⇥", "\r": "␍"}.get(character, f"U+{ord(character):04X}")
         return f"<i>{shown}</i>" + (character if character in "\n\t" else "")
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from nrl.errors import ArgumentError, FailedStart, LostActor
 from nrl.log import printable, redact
 from nrl.run import checkpoint
-from nrl.run.folder import Folders, dead_end, reusing
-from nrl.runtime.preemption import ending
-from nrl.runtime.restart_state import beginning_again
+from nrl.run.folder import Folders, is_dead_end, reuse_folders
+from nrl.runtime.preemption import end_after_signal
+from nrl.runtime.restart_state import mark_restart
 
 __all__ = ["retrying"]
 
@@ -20,12 +20,12 @@ _LONGEST = 60.0  # seconds between two attempts
 
 
 def retrying[C, T](main: Callable[[C], T], times: int = 3, *, pause: float = 1.0) -> Callable[[C], T]:
-    """Turn a program into one that goes on from its last checkpoint when it loses a process of a mesh.
+    """Let a program continue from its last checkpoint when a process of a mesh is lost.
 
     `nrl.errors.LostActor` leaves the ``with`` blocks of the program, which end its meshes. Then ``main`` is called
-    again, with the same configuration. Its `nrl.run` enters the same folder, even if ``out`` is None, so `Run.restore`
-    finds the newest checkpoint, and the metrics are those of a run that lost nothing. Its ``cluster.reserve(...,
-    least=)`` may return fewer slots than before, where a host is gone.
+    again, with the same configuration. Its `nrl.run` enters the same folder, even if ``out`` is None, hence
+    `Run.restore` finds the newest checkpoint, and the metrics equal the metrics of an undisturbed run. Its
+    ``cluster.reserve(..., least=)`` may return fewer slots than before, if a host is gone.
 
     The error may come wrapped: as the ``__cause__`` of another (``raise ... from``), or in an `ExceptionGroup` of such
     errors alone. All other errors, and Ctrl-C, end the program as without this. So does SIGTERM: a process lost after
@@ -34,8 +34,8 @@ def retrying[C, T](main: Callable[[C], T], times: int = 3, *, pause: float = 1.0
     Args:
         main: ``(cfg) -> value``.
         times: retries in a row without a new checkpoint; then the error is raised. A new checkpoint restarts the
-            count, so a run of weeks may lose any number of processes, and one that reaches no further checkpoint ends.
-        pause: seconds before the first of these retries; twice as long before each further one, a minute at most.
+            count: a run of weeks may lose any number of processes, and a run without further checkpoints ends.
+        pause: seconds before the first of these retries; doubled before each further retry, up to a minute.
 
     Returns:
         The program.
@@ -45,7 +45,7 @@ def retrying[C, T](main: Callable[[C], T], times: int = 3, *, pause: float = 1.0
         ValueError: ``times`` or ``pause`` is negative.
 
     >>> import attrs, nrl, tempfile
-    >>> from nrl.data import counting
+    >>> from nrl.data import count_loads
     >>> @attrs.frozen
     ... class Config:
     ...     out: str = tempfile.mkdtemp()
@@ -54,7 +54,7 @@ def retrying[C, T](main: Callable[[C], T], times: int = 3, *, pause: float = 1.0
     >>> lost = [LostActor("train_step", "trainer", 1, "10.0.0.3", "killed by signal 9")]
     >>> def main(cfg):
     ...     with nrl.run(cfg) as run:
-    ...         total, stream = run.restore(total=0, stream=counting())
+    ...         total, stream = run.restore(total=0, stream=count_loads())
     ...         for i, number in run.steps(stream):
     ...             if i == 2 and lost:
     ...                 raise lost.pop()
@@ -72,17 +72,17 @@ def retrying[C, T](main: Callable[[C], T], times: int = 3, *, pause: float = 1.0
         raise ArgumentError(f"retrying: times={times}, pause={pause}; give 0 or more")
 
     @functools.wraps(main)
-    def retried(cfg: C) -> T:
+    def run_with_retries(cfg: C) -> T:
         folders, reached, attempt, failures = Folders(), dict[Path, int](), 1, 0
         while True:
             try:
-                with reusing(folders), ending(), beginning_again() if attempt > 1 else nullcontext():
+                with reuse_folders(folders), end_after_signal(), mark_restart() if attempt > 1 else nullcontext():
                     return main(cfg)
             except Exception as error:
-                lost = _lost(error)
+                lost = _find_loss(error)
                 if lost is None:
                     raise
-                before, reached = reached, _reached(folders.used)
+                before, reached = reached, _count_steps(folders.used)
                 failures = failures + 1 if reached == before else 1
                 if hint := _hopeless(folders, failures, times):
                     error.add_note(f"retrying: {hint}")
@@ -100,28 +100,28 @@ def retrying[C, T](main: Callable[[C], T], times: int = 3, *, pause: float = 1.0
             )
             time.sleep(wait)
 
-    return retried
+    return run_with_retries
 
 
-def _lost(error: BaseException) -> str | None:
-    """The message of a lost process. None: the error is of another kind, or not of this kind alone."""
+def _find_loss(error: BaseException) -> str | None:
+    """Return the message of a lost process. None: the error has another cause, or several."""
     if isinstance(error, LostActor):
         return None if isinstance(error, FailedStart) else str(error)
     if isinstance(error, ExceptionGroup):
-        found = [_lost(each) for each in error.exceptions]
-        return found[0] if all(found) else None
-    return None if error.__cause__ is None else _lost(error.__cause__)
+        losses = [_find_loss(inner) for inner in error.exceptions]
+        return losses[0] if all(losses) else None
+    return None if error.__cause__ is None else _find_loss(error.__cause__)
 
 
-def _reached(folders: Iterable[Path]) -> dict[Path, int]:
-    """The number of steps before the newest checkpoint of each loop."""
+def _count_steps(folders: Iterable[Path]) -> dict[Path, int]:
+    """Count the steps before the newest checkpoint of each loop."""
     roots = [root for out in folders for root in sorted(out.glob("checkpoints/*/"))]
-    return {root: made[-1].step + 1 for root in roots if (made := checkpoint.finite(checkpoint.checkpoints(root)))}
+    return {root: saved[-1].step + 1 for root in roots if (saved := checkpoint.finite(checkpoint.checkpoints(root)))}
 
 
 def _hopeless(folders: Folders, failures: int, times: int) -> str:
-    """Why another attempt would be useless; empty if it would not."""
-    for out in filter(dead_end, folders.used):
+    """Return the reason for which another attempt is useless; empty: it is not."""
+    for out in filter(is_dead_end, folders.used):
         return (
             f"the run in {out} makes no checkpoints, so there is nothing to go on from; call run.restore before its "
             "loop and run.save in it"

@@ -28,14 +28,14 @@ from nrl.errors import ArgumentError, CheckpointError, ConfigError
 from nrl.files import Folder
 from nrl.log import Progress, Sink, duration, open_sinks, redacted
 from nrl.rollout.prefetch import at_end
-from nrl.rollout.rollout_stream import end_all
+from nrl.rollout.rollout_stream import close_all
 from nrl.run import checkpoint, config_file, folder
-from nrl.run.async_checkpoint import OnItsWay
+from nrl.run.async_checkpoint import AsyncCheckpointer
 from nrl.run.checkpoint import Checkpoints
 from nrl.run.reporting import report_at_end
-from nrl.run.step_log import Given, Loop, LoopFiles, RunningStep, collector_spared, how_to_go_on
+from nrl.run.step_log import Loop, LoopFiles, RunningStep, StepInput, describe_resume, gc_paused
 from nrl.runtime.mesh.futures import Future
-from nrl.runtime.preemption import Preemption, Terminated, heeded
+from nrl.runtime.preemption import Preemption, Terminated, heed_signals
 from nrl.runtime.trace import measured, profiles, timeline
 
 __all__ = ["Run", "run"]
@@ -62,8 +62,8 @@ class Run:
         self._progress = stack.enter_context(Progress())
         self._files = LoopFiles(out, stack)
         self._loops: dict[str, Loop] = {}
-        self._running: list[Loop] = []  # one within the other; the last is the one that calls log and save
-        self._on_its_way = stack.enter_context(OnItsWay())
+        self._running: list[Loop] = []  # nested loops; the last calls log and save
+        self._checkpointer = stack.enter_context(AsyncCheckpointer())
         self._sharing: set[Trainer] = set()  # trainers whose processes are known to see this folder
 
     @timeline.span("restore")
@@ -92,14 +92,14 @@ class Run:
             ModelError: the files of a trainer's model could not be written at an export.
 
         >>> import attrs, tempfile
-        >>> from nrl.data import counting
+        >>> from nrl.data import count_loads
         >>> @attrs.frozen
         ... class Config:
         ...     out: str = tempfile.mkdtemp()
         ...     steps: int = 2
         >>> for attempt in range(2):
         ...     with run(Config()) as entered:
-        ...         total, stream = entered.restore(total=0, stream=counting())
+        ...         total, stream = entered.restore(total=0, stream=count_loads())
         ...         for i, batch in entered.steps(stream):
         ...             total += 10
         ...             folder = entered.save(i, total=total, stream=stream)
@@ -116,27 +116,29 @@ class Run:
                 "as run.restore(state=trainer)",
                 "loop",
             )
-        self._on_its_way.wait()
-        known = self._loop(loop)
-        known.names = frozenset(named)
+        self._checkpointer.wait()
+        loop_state = self._loop(loop)
+        loop_state.names = frozenset(named)
         for trainer in checkpoint.trainers(named).values():
             trainer.check_export()
-        had = self._share("run.restore", known, named)
-        found = checkpoint.newest(known.checkpoints, readers=checkpoint.trainers(named))
-        if found is None:
-            known.begins = 0
+        had = self._check_shared("run.restore", loop_state, named)
+        newest = checkpoint.newest(loop_state.checkpoints, readers=checkpoint.trainers(named))
+        if newest is None:
+            loop_state.begins = 0
             values = [value.init() if isinstance(value, Trainer) else value for value in named.values()]
-            self._files.cut(loop, {})
+            self._files.truncate(loop, {})
         else:
             if not had:
-                config_file.check_same(self._text, found.meta.get("config"), known.checkpoints)
-            known.begins = found.step + 1
+                config_file.check_same(self._text, newest.meta.get("config"), loop_state.checkpoints)
+            loop_state.begins = newest.step + 1
             with accept_changed_rows(self.keep.data_changed == "accept"):
-                values = checkpoint.load(found.folder, **named)
-            if champion := checkpoint.best(checkpoint.checkpoints(known.checkpoints), self.keep):
-                known.best = checkpoint.score(champion.meta["metrics"], self.keep) or 0.0
-            print(f"{loop}: {found.step + 1} of {found.meta['steps']} steps were done; going on after them", flush=True)
-            self._files.cut(loop, found.meta["files"])
+                values = checkpoint.load(newest.folder, **named)
+            if champion := checkpoint.best(checkpoint.checkpoints(loop_state.checkpoints), self.keep):
+                loop_state.best = checkpoint.score(champion.meta["metrics"], self.keep) or 0.0
+            print(
+                f"{loop}: {newest.step + 1} of {newest.meta['steps']} steps were done; going on after them", flush=True
+            )
+            self._files.truncate(loop, newest.meta["files"])
         return values[0] if len(values) == 1 else tuple(values)
 
     def steps(self, stream: Stream[Batch], n: int | None = None, *, name: str = "train") -> Iterator[tuple[int, Batch]]:
@@ -160,23 +162,23 @@ class Run:
         outer = f"{self._running[-1].file}." if self._running else ""
         file = outer.removeprefix("metrics.") + ("metrics" if name == "train" else name)
         loop = self._loop(name)
-        if not self._running and loop.begins is None and self._files.left_over(file):
+        if not self._running and loop.begins is None and self._files.has_old_lines(file):
             raise ConfigError(
                 f"run.steps: out={self.out} holds steps of the loop '{name}', which this run did not restore; call "
                 f"run.restore('{name}', ...) before the loop, or give another folder"
             )
         main, shown = file == "metrics", "train" if file == "metrics" else file
         steps, begins = self.total if n is None else n, loop.begins or 0
-        loop.file, loop.steps, loop.begins, loop.checked, loop.given = file, steps, None, False, None
+        loop.file, loop.steps, loop.begins, loop.checked, loop.last_input = file, steps, None, False, None
         self._running.append(loop)
         try:
-            with collector_spared():
+            with gc_paused():
                 for step in range(begins, steps):
-                    self._on_its_way.check()
+                    self._checkpointer.check()
                     if main:
                         timeline.step(step)
                     with timeline.span(f"{shown} {step}", loop=shown):
-                        loop.step = RunningStep(asked=time.perf_counter(), published=timeline.spent("publish"))
+                        loop.step = RunningStep(requested=time.perf_counter(), published=timeline.seconds_spent("publish"))
                         with timeline.span("take"):
                             batch = self._pull(loop, stream, step)
                         loop.step.pulled = time.perf_counter()
@@ -191,7 +193,7 @@ class Run:
         if main:
             timeline.step(None)
         if not self._running:
-            self._on_its_way.wait()
+            self._checkpointer.wait()
 
     @timeline.span("log")
     def log(
@@ -222,40 +224,40 @@ class Run:
             OSError: the disk is full.
         """
         loop = self._innermost("log")
-        if any(each.step.saved for each in self._running):
+        if any(running_loop.step.saved for running_loop in self._running):
             raise ConfigError(
                 f"run.log: step {step} of the loop '{loop.name}' comes after run.save, so its line would be cut off "
                 "when the run goes on from that checkpoint; save last in a step"
             )
         merged: Metrics = {}
         plain: dict[str, float] = {}
-        for some in metrics:
-            if not (isinstance(some, Mapping) or hasattr(some, "result")):
+        for group in metrics:
+            if not (isinstance(group, Mapping) or hasattr(group, "result")):
                 raise ArgumentError(
-                    f"run.log: metrics is {described(some)}; give a mapping from names to reductions or numbers, such "
+                    f"run.log: metrics is {described(group)}; give a mapping from names to reductions or numbers, such "
                     "as what a train step returns, or {'reward': 1.0}",
                     "metrics",
                 )
-            values: Mapping[str, Any] = some if isinstance(some, Mapping) else some.result()
+            values: Mapping[str, Any] = group if isinstance(group, Mapping) else group.result()
             shapes = {key: getattr(value, "shape", None) for key, value in values.items()}  # a scalar tensor has ()
-            own = {
+            numbers_of_group = {
                 key: float(value)
                 for key, value in values.items()
                 if isinstance(value, int | float) or shapes[key] == ()
             }
-            if twice := sorted(own.keys() & (plain.keys() | merged.keys())):
+            if twice := sorted(numbers_of_group.keys() & (plain.keys() | merged.keys())):
                 raise ArgumentError(f"run.log: the metric '{twice[0]}' is given twice; give a number once", "metrics")
-            merged = merge(merged, {key: value for key, value in values.items() if key not in own})
-            plain |= own
-        now, running = time.perf_counter(), loop.step
+            merged = merge(merged, {key: value for key, value in values.items() if key not in numbers_of_group})
+            plain |= numbers_of_group
+        logged, running = time.perf_counter(), loop.step
         numbers = {"step": step, "loss": float("nan"), "grad_norm": float("nan")}
-        numbers |= plain | finalize(merged | measured.taken())
-        numbers["tokens_per_second"] = numbers.get("tokens", 0.0) / max(now - running.asked, 1e-9)
-        numbers["time/rollout"] = running.pulled - running.asked
-        numbers["time/train"] = now - running.pulled
-        if publishing := timeline.spent("publish") - running.published:
+        numbers |= plain | finalize(merged | measured.take())
+        numbers["tokens_per_second"] = numbers.get("tokens", 0.0) / max(logged - running.requested, 1e-9)
+        numbers["time/rollout"] = running.pulled - running.requested
+        numbers["time/train"] = logged - running.pulled
+        if publishing := timeline.seconds_spent("publish") - running.published:
             numbers["time/publish"] = publishing
-        numbers["time/total"] = now - running.asked
+        numbers["time/total"] = logged - running.requested
         self._files.write(loop.file, numbers)
         if samples is not None:
             file = "rollouts" if loop.file == "metrics" else f"{loop.file}.rollouts"
@@ -288,15 +290,15 @@ class Run:
         """
         loop = self._innermost("save")
         with at_end(step + 1 == loop.steps):
-            return self._saved(loop, step, named)
+            return self._save_if_due(loop, step, named)
 
-    def _saved(self, loop: Loop, step: int, named: Mapping[str, Any]) -> Folder | None:
+    def _save_if_due(self, loop: Loop, step: int, named: Mapping[str, Any]) -> Folder | None:
         self._check(loop, named)
         loop.step.saved = True
-        given = loop.given = Given(step, named, loop.step.numbers)
-        score, last = checkpoint.score(given.numbers, self.keep), step + 1 == loop.steps
+        step_input = loop.last_input = StepInput(step, named, loop.step.numbers)
+        score, last = checkpoint.score(step_input.numbers, self.keep), step + 1 == loop.steps
         better = score is not None and score > loop.best
-        if not (better or last or (step + 1) % self.keep.every == 0 or self._wanted_back(loop)):
+        if not (better or last or (step + 1) % self.keep.every == 0 or self._is_preempted(loop)):
             return None
         if better and score is not None:
             loop.best = score
@@ -305,29 +307,32 @@ class Run:
                 f"train: no step logged '{self.keep.best}', so no checkpoint was kept for it (checkpoints.best)",
                 flush=True,
             )
-        self._store(loop, given)
-        if self._wanted_back(loop):
-            self._say_saved(loop, given)
+        self._store(loop, step_input)
+        if self._is_preempted(loop):
+            self._report_saved(loop, step_input)
             self._preemption.end()
-        return given.folder
+        return step_input.folder
 
-    def _store(self, loop: Loop, given: Given) -> None:
+    def _store(self, loop: Loop, step_input: StepInput) -> None:
         self._preemption.going_on = True
         self._files.check_folder("run.save")
-        metrics = {key: value for key, value in given.numbers.items() if math.isfinite(value)}
+        metrics = {key: value for key, value in step_input.numbers.items() if math.isfinite(value)}
         meta = {"steps": loop.steps, "files": self._files.sizes(loop.name), "metrics": metrics}
-        if loop.checkpoints != loop.own:
+        if loop.checkpoints != loop.folder:
             meta["config"] = self._text
-        folder, given_to = checkpoint.place(loop.checkpoints, given.step), (loop.checkpoints, given.step, given.named)
+        folder, given_to = (
+            checkpoint.step_dir(loop.checkpoints, step_input.step),
+            (loop.checkpoints, step_input.step, step_input.named),
+        )
         if self.keep.wait == "disk":
             checkpoint.store(*given_to, self.keep, meta)
         else:
-            self._on_its_way.begin(folder, partial(checkpoint.begin_storing, *given_to, self.keep, meta))
-        given.folder = folder
+            self._checkpointer.begin(folder, partial(checkpoint.begin_storing, *given_to, self.keep, meta))
+        step_input.folder = folder
 
-    def _say_saved(self, loop: Loop, given: Given) -> None:
-        self._on_its_way.wait()
-        self._preemption.say(f"step {given.step} of '{loop.name}' is saved in {given.folder}")
+    def _report_saved(self, loop: Loop, step_input: StepInput) -> None:
+        self._checkpointer.wait()
+        self._preemption.say(f"step {step_input.step} of '{loop.name}' is saved in {step_input.folder}")
 
     def _check(self, loop: Loop, named: Mapping[str, Any]) -> None:
         """Find values that cannot be saved or restored at the first step, not when the first checkpoint is due."""
@@ -340,13 +345,13 @@ class Run:
             )
         if not loop.checked:
             checkpoint.check(named)
-            self._share("run.save", loop, named)
+            self._check_shared("run.save", loop, named)
         loop.checked = True
 
     # --- SIGTERM and Ctrl-C: the outermost loop heeds them, while it waits for a batch or at the end of its step
 
-    def _wanted_back(self, loop: Loop) -> bool:
-        return loop is self._running[0] and self._preemption.asked
+    def _is_preempted(self, loop: Loop) -> bool:
+        return loop is self._running[0] and self._preemption.is_requested
 
     def _pull(self, loop: Loop, stream: Stream[Batch], step: int) -> Batch:
         """Take the next batch. A signal breaks this off if the stream can go back; else the step is finished first.
@@ -355,7 +360,7 @@ class Run:
         """
         if loop is not self._running[0]:
             return stream.take(1)[0]
-        if self._preemption.asked:
+        if self._preemption.is_requested:
             self._end(loop)
         if expect := getattr(stream, "expect", None):
             expect(loop.steps - step)
@@ -366,25 +371,25 @@ class Run:
             batch = stream.take(1)[0]
             self._preemption.going_on, self._preemption.begun = saves, True
         except (Terminated, KeyboardInterrupt, Exception):
-            if back is None or not self._preemption.asked:
+            if back is None or not self._preemption.is_requested:
                 raise
             back()
             if not getattr(stream, "remote", False):  # other processes go on with their items, which are kept
                 checkpoint.set_random_state(random)
             self._end(loop)
-        loop.given = None
+        loop.last_input = None
         return batch
 
     def _end(self, loop: Loop) -> NoReturn:
         """Save the last step's values, unless they are saved already, and raise what ends the program."""
-        given, preemption = loop.given, self._preemption
-        if given is None:
+        step_input, preemption = loop.last_input, self._preemption
+        if step_input is None:
             preemption.say(f"no step of '{loop.name}' has been given to run.save since the last checkpoint")
         else:
             try:
-                if given.folder is None:
-                    self._store(loop, given)
-                self._say_saved(loop, given)
+                if step_input.folder is None:
+                    self._store(loop, step_input)
+                self._report_saved(loop, step_input)
             except Exception as error:
                 preemption.say(f"no checkpoint could be saved: {type(error).__name__}: {error}")
         preemption.end()
@@ -392,25 +397,25 @@ class Run:
     # --- helpers of several verbs
 
     def _loop(self, name: str) -> Loop:
-        own = self.out / "checkpoints" / name
-        return self._loops.setdefault(name, Loop(name, own, checkpoint.root(own, self.keep.to)))
+        own_folder = self.out / "checkpoints" / name
+        return self._loops.setdefault(name, Loop(name, own_folder, checkpoint.root(own_folder, self.keep.to)))
 
-    def _innermost(self, who: str) -> Loop:
+    def _innermost(self, caller: str) -> Loop:
         if not self._running:
             raise ConfigError(
-                f"run.{who}: no loop is running; call it inside of `for step, batch in run.steps(stream)`"
+                f"run.{caller}: no loop is running; call it inside of `for step, batch in run.steps(stream)`"
             )
         return self._running[-1]
 
-    def _share(self, who: str, loop: Loop, named: Mapping[str, Any]) -> bool:
+    def _check_shared(self, caller: str, loop: Loop, named: Mapping[str, Any]) -> bool:
         """See that all processes that will write checkpoints see the same folder; whether it is that of before."""
 
         def check() -> None:
             for trainer in set(checkpoint.trainers(named).values()) - self._sharing:
-                trainer.check_folder(loop.checkpoints, who)
+                trainer.check_folder(loop.checkpoints, caller)
                 self._sharing.add(trainer)
 
-        return checkpoint.settle(loop.own, loop.checkpoints, check)
+        return checkpoint.settle(loop.folder, loop.checkpoints, check)
 
 
 @contextmanager
@@ -418,7 +423,7 @@ def run(cfg: Any) -> Iterator[Run]:
     """Enter a run: ``with nrl.run(cfg) as run``.
 
     Args:
-        cfg: a frozen attrs config. The run reads these fields, if they are there: ``out``, its folder (None: a new one
+        cfg: a frozen attrs config. The run reads these fields, if present: ``out``, its folder (None: a new one
             under ``runs/``); ``steps``, of the main loop; ``seed``, of the global random generators; ``checkpoints``, a
             `nrl.run.checkpoint.Checkpoints`; and ``sinks``, which get the metrics besides the terminal and the JSONL
             files: any of ``"wandb"``, ``"tensorboard"`` and ``"mlflow"``.
@@ -444,17 +449,17 @@ def run(cfg: Any) -> Iterator[Run]:
     text = config.dump(cfg, redacted)
     started, keep = time.monotonic(), getattr(cfg, "checkpoints", Checkpoints())
     with ExitStack() as stack:
-        preemption = stack.enter_context(heeded(keep.grace))  # first, so that slow closing ends in time, too
-        out = stack.enter_context(folder.entered(cfg))
+        preemption = stack.enter_context(heed_signals(keep.grace))  # first, so that slow closing ends in time, too
+        out = stack.enter_context(folder.enter(cfg))
         config_file.write(out, text)
         checkpoint.seed_generators(getattr(cfg, "seed", 0))
-        measured.taken()  # steps before this run belong to no line of it
+        measured.take()  # steps before this run belong to no line of it
         sink = stack.enter_context(open_sinks(getattr(cfg, "sinks", ()), out, attrs.asdict(cfg), name=out.name))
         stack.callback(report_at_end, out)
-        stack.callback(end_all)
+        stack.callback(close_all)
         stack.enter_context(timeline.recording(out))
         stack.enter_context(profiles.profiling(out))
-        stack.callback(lambda: preemption.write(how_to_go_on(out)) if preemption.asked else None)
+        stack.callback(lambda: preemption.write(describe_resume(out)) if preemption.is_requested else None)
         entered = Run(out, int(getattr(cfg, "steps", 0)), keep, sink, preemption, stack, text)
         yield entered
         entered._files.check_folder("run")

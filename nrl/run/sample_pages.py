@@ -41,7 +41,7 @@ class Sample:
         step: of the run; of an evaluation, the number of the task.
         group: which samples belong together within a step, as text.
         source: of the task; empty: there is one.
-        reward: None: it has none.
+        reward: None: unknown.
         flags: what else to filter by, such as ``truncated``.
         rows: as `nrl.run.report_rows` makes them.
         left_out: how many rows of it are not shown.
@@ -75,9 +75,9 @@ def token_of(paths: Iterable[Path]) -> str:
 
 def remove_stale_files(folder: Path, tokens: Iterable[str]) -> None:
     """Remove the files beside a page whose names begin with none of the tokens, and the folder if it is empty."""
-    beside, kept = folder / FOLDER, tuple(tokens)
+    beside, prefixes = folder / FOLDER, tuple(tokens)
     for path in beside.glob("*.js"):
-        if not path.name.startswith(kept or ("/",)):
+        if not path.name.startswith(prefixes or ("/",)):
             path.unlink(missing_ok=True)
     if beside.is_dir() and not any(beside.iterdir()):
         beside.rmdir()
@@ -97,7 +97,7 @@ class SampleWriter:
         self._stride, self._size = 1, 0
         self._chunk: list[tuple[str, str]] = []
         self._chunk_size, self._total_size = 0, 0
-        self._texts: list[str] = []  # of chunks, while all samples still fit into the page
+        self._texts: list[str] = []  # texts of chunks, while all samples fit into the page
         self._counts: list[int] = []
         self._labels: dict[str, int] = {}
         self._sources: dict[str, int] = {}
@@ -105,7 +105,7 @@ class SampleWriter:
 
     def add(self, sample: Sample) -> None:
         """Add a sample; steps and groups come in order."""
-        place = len(self._index["step"])
+        index = len(self._index["step"])
         facts: dict[str, Any] = {"step": sample.step if math.isfinite(sample.step) else None, "group": sample.group}
         facts["source"] = self._sources.setdefault(sample.source, len(self._sources))
         facts["reward"] = None if sample.reward is None else float(f"{sample.reward:.6g}")
@@ -114,7 +114,7 @@ class SampleWriter:
             self._index[key].append(value)
         text = _json(facts | {"rows": sample.rows, "left_out": sample.left_out})
         pair = "null" if sample.head is None else _json(sample.head), text
-        self._keep_within(place, pair)
+        self._keep_within(index, pair)
         self._chunk.append(pair)
         self._chunk_size += len(text)
         if self._chunk_size >= _CHUNK:
@@ -134,11 +134,11 @@ class SampleWriter:
             "labels": list(self._labels),
             "sources": list(self._sources),
             "beside": beside,
-            "within": _Raw(_joined(self._within)),
+            "within": _Raw(_join_samples(self._within)),
         }
 
-    def _keep_within(self, place: int, pair: tuple[str, str]) -> None:
-        if place % self._stride:
+    def _keep_within(self, index: int, pair: tuple[str, str]) -> None:
+        if index % self._stride:
             return
         self._within.append(pair)
         self._size += sum(map(len, pair))
@@ -149,7 +149,7 @@ class SampleWriter:
     def _end_chunk(self) -> None:
         if not self._chunk:
             return
-        self._texts.append(_joined(self._chunk))
+        self._texts.append(_join_samples(self._chunk))
         self._counts.append(len(self._chunk))
         self._total_size += self._chunk_size
         self._chunk, self._chunk_size = [], 0
@@ -182,12 +182,12 @@ def page_data(values: Mapping[str, Any]) -> str:
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)  # in ASCII, which any encoding of a page keeps
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)  # ASCII survives every encoding of a page.
 
 
-def _joined(pairs: Sequence[tuple[str, str]]) -> str:
-    """Samples as JSON; each says which of the heads is its own."""
+def _join_samples(pairs: Sequence[tuple[str, str]]) -> str:
+    """Return samples as JSON; each has the index of its head."""
     heads = list(dict.fromkeys(head for head, _ in pairs))
-    places = {head: place for place, head in enumerate(heads)}
+    places = {head: index for index, head in enumerate(heads)}
     samples = ",".join(f'{{"head":{places[head]},{text[1:]}' for head, text in pairs)
     return f'{{"heads":[{",".join(heads)}],"samples":[{samples}]}}'

@@ -15,14 +15,14 @@ from nrl.files import Folder, free_room
 from nrl.log import JsonLines
 from nrl.run import checkpoint
 
-__all__ = ["Given", "Loop", "LoopFiles", "RunningStep", "collector_spared", "how_to_go_on"]
+__all__ = ["Loop", "LoopFiles", "RunningStep", "StepInput", "describe_resume", "gc_paused"]
 
 
 @attrs.define(eq=False)
 class RunningStep:
     """The step that is running."""
 
-    asked: float = 0.0  # when its batch was asked for
+    requested: float = 0.0  # when its batch was asked for
     pulled: float = 0.0  # when it came
     published: float = 0.0  # seconds that publishing had taken before
     numbers: dict[str, float] = attrs.field(factory=dict)  # once it is logged
@@ -30,13 +30,13 @@ class RunningStep:
 
 
 @attrs.define(eq=False)
-class Given:
+class StepInput:
     """The values that the program gave to `Run.save` at the end of a step."""
 
     step: int
     named: Mapping[str, Any]
-    numbers: Mapping[str, float]  # that the step logged
-    folder: Folder | None = None  # of the checkpoint, if one was due
+    numbers: Mapping[str, float]  # logged by the step
+    folder: Folder | None = None  # folder of the checkpoint, if one was due
 
 
 @attrs.define(eq=False)
@@ -44,17 +44,19 @@ class Loop:
     """A loop of a run: where its checkpoints are, and how far it is."""
 
     name: str
-    own: Path  # its folder in that of the run
+    folder: Path  # its folder in that of the run
     checkpoints: Folder
     begins: int | None = None  # the step at which it goes on; None: it was not restored, or has gone on since
-    names: frozenset[str] | None = None  # of the values that it restores and saves
+    names: frozenset[str] | None = None  # names of the values that it restores and saves
     best: float = -math.inf  # the score of its best checkpoint
     # Each time it runs:
     steps: int = 0
     file: str = ""  # without its suffix; inside another loop than the main one it begins with that loop's name
     checked: bool = False  # whether its values can be saved
     step: RunningStep = attrs.field(factory=RunningStep)
-    given: Given | None = None  # of the step before, until the next batch is there: the next step may consume it
+    last_input: StepInput | None = (
+        None  # Input of the previous step, until the next batch arrives, since the next step may consume it.
+    )
 
 
 class LoopFiles:
@@ -78,7 +80,7 @@ class LoopFiles:
         The folder's inode is not looked at, since some network file systems give it another one at any time.
 
         Raises:
-            FileNotFoundError: it was removed, and what the run has written went with it.
+            FileNotFoundError: the folder was removed, with all files of the run.
         """
         if not (self._out / "config.yaml").exists():
             raise FileNotFoundError(
@@ -107,8 +109,8 @@ class LoopFiles:
                 "again",
             ) from error
 
-    def left_over(self, name: str) -> bool:
-        """Whether a file holds lines, none of them of this process."""
+    def has_old_lines(self, name: str) -> bool:
+        """Return whether a file holds lines, none of them of this process."""
         path = self._path(name)
         return name not in self._open and path.exists() and path.stat().st_size > 0
 
@@ -116,7 +118,7 @@ class LoopFiles:
         """The size of each file of a loop, flushed to the disk: if power fails, no checkpoint outlives its lines."""
         return {path.name: _synced_size(path) for path in self._of(loop)}
 
-    def cut(self, loop: str, sizes: Mapping[str, int]) -> None:
+    def truncate(self, loop: str, sizes: Mapping[str, int]) -> None:
         """Cut the files of a loop back to earlier sizes, and report those that are shorter by now."""
         for path in self._of(loop):
             if path.stem not in self._open and path.stat().st_size > sizes.get(path.name, 0):
@@ -145,34 +147,36 @@ def _synced_size(path: Path) -> int:
         return os.fstat(file.fileno()).st_size
 
 
-def how_to_go_on(out: Path) -> str:
+def describe_resume(out: Path) -> str:
     """Return how a run that is ended by a signal can be resumed.
 
-    >>> how_to_go_on(Path("runs/qwen"))
+    >>> describe_resume(Path("runs/qwen"))
     'runs/qwen has no checkpoint, so the same command begins anew'
     """
     newest = {root.name: checkpoint.finite(checkpoint.checkpoints(root))[-1:] for root in out.glob("checkpoints/*/")}
-    steps = [f"step {found.step} of '{name}'" for name, last in sorted(newest.items()) for found in last]
+    steps = [f"step {saved.step} of '{name}'" for name, last in sorted(newest.items()) for saved in last]
     if not steps:
         return f"{out} has no checkpoint, so the same command begins anew"
     return f"the same command with out={out} goes on after {' and '.join(steps)}"
 
 
-_spared = False  # already, by a loop around this one: counting what is frozen takes 0.1 s
+_gc_is_paused = False  # already, by a loop around this one: counting what is frozen takes 0.1 s
 
 
 @contextmanager
-def collector_spared() -> Iterator[None]:
-    """Keep the objects of this moment from Python's garbage collector: modules alone have some 400,000."""
-    global _spared
-    if _spared or gc.get_freeze_count() > len(gc.get_objects()):  # it does so already, for somebody who will undo it
+def gc_paused() -> Iterator[None]:
+    """Exclude all present objects from garbage collection: modules alone have some 400,000."""
+    global _gc_is_paused
+    if _gc_is_paused or gc.get_freeze_count() > len(
+        gc.get_objects()
+    ):  # it does so already, for somebody who will undo it
         yield
         return
     gc.collect()
     gc.freeze()
-    _spared = True
+    _gc_is_paused = True
     try:
         yield
     finally:
-        _spared = False
+        _gc_is_paused = False
         gc.unfreeze()

@@ -94,10 +94,12 @@ def minibatched(step: TrainStep, n: int, seed: int = 0) -> TrainStep:
         return step
 
     def steps(state: TrainState, batch: Batch, **columns: Any) -> tuple[TrainState, Future[Metrics]]:
-        found: Metrics = {}
+        metrics_of_all: Metrics = {}
         for number, part in enumerate(minibatches(assign(batch, **columns), n, seed + state.step)):
             state, metrics = step(state, part)
-            found = merge(found, without("mismatch/", metrics.result()) if number else metrics.result())
-        return state, done(found)
+            metrics_of_all = merge(
+                metrics_of_all, without("mismatch/", metrics.result()) if number else metrics.result()
+            )
+        return state, done(metrics_of_all)
 
     return steps

@@ -1,9 +1,8 @@
 """The runtime: clusters, slots and meshes, and the transforms that map functions onto them.
 
 `mesh` has slots, meshes, functions mapped over them, and the cluster that is this process; `ray` the meshes of actors;
-`executables` what their Python environments consist of, and `node` how a node gets one; `trace` what took how long;
-`transfer` how tensors get from one mesh to others; `preemption` what SIGTERM does; `doctor` whether all that is needed
-is there.
+`venvs` their Python environments, and `node` code that runs on a node alone; `trace` timelines and profiles; `transfer`
+moves tensors from one mesh to others; `preemption` handles SIGTERM.
 """
 
 from typing import TYPE_CHECKING

@@ -17,13 +17,13 @@ _DEADLINE = 3600.0
 
 
 _RAY_SETTINGS = {
-    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # under `uv run` it would pack the working folder and choose interpreters
-    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # whoever waits for a call is told
-    # Ray's guesses about a worker or a node that died, with its own logs: whoever waits gets an error that knows more
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # Under `uv run`, Ray would pack the working folder and choose interpreters.
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # The caller that waits gets the error.
+    # Ray prints guesses about a dead worker or node; the caller that waits gets a better error.
     "RAY_DEDUP_LOGS_SKIP_REGEX": r"^A worker died or was killed while executing a task|\(raylet\) worker\.cc:\d+: "
     r"|^Raylet is terminated\.|^Traceback \(most recent call last\):\n  File \"python/ray/_raylet",
-    # For a cluster that starts here. Ray's agents watch their node through pipes, and one may hold another's end open
-    # for minutes. The children of a process that dies end with it
+    # These two are for a cluster that starts here. Ray's agents watch their node through pipes, and an agent may hold
+    # another's end open for minutes. The children of a process that dies end with it.
     "RAY_enable_pipe_based_agent_to_parent_health_check": "0",
     "RAY_process_group_cleanup_enabled": "1",
 }
@@ -34,9 +34,9 @@ _RAY_SETTINGS = {
 def cluster(address: str = "local", *, deadline: float = _DEADLINE) -> Iterator[Cluster]:
     """Enter a cluster: ``with nrl.cluster("local") as cluster``.
 
-    At its end the block waits for calls that are under way, and raises what one raised whose results nobody has read;
-    an error in the block does not wait, but for a checkpoint that is being written. On leaving, whatever lives on its
-    meshes is gone, and handles to it say so. No process, actor or placement group is left behind.
+    At its end the block waits for running calls, and raises the error of a call whose results were not read. After an
+    error in the block it waits only for a checkpoint that is being written. On leaving, all values on its meshes are
+    gone, and using a handle raises. No process, actor or placement group is left behind.
 
     Args:
         address: ``"local"``, this process; ``"ray"``: the Ray cluster that ``RAY_ADDRESS`` names, or else a new one on
@@ -56,9 +56,9 @@ def cluster(address: str = "local", *, deadline: float = _DEADLINE) -> Iterator[
     elif address in ("ray", "auto") or ":" in address:
         from nrl.runtime.ray.cluster import RayCluster
 
-        for name, value in _RAY_SETTINGS.items():  # which Ray reads when it is imported
+        for name, value in _RAY_SETTINGS.items():  # Ray reads them when it is imported.
             os.environ.setdefault(name, value)
-        constants = sys.modules.get("ray._private.ray_constants")  # unless the program has imported it already
+        constants = sys.modules.get("ray._private.ray_constants")  # The program may have imported Ray already.
         if constants is not None and os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] == "0":
             constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False  # type: ignore[attr-defined]
         entered = RayCluster(address, deadline)

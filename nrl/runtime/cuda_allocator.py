@@ -13,21 +13,21 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["fixed", "grow"]
+__all__ = ["use_expandable_segments", "use_fixed_segments"]
 
 _GROW, _GROWS = "expandable_segments:True", re.compile(r"expandable_segments\s*:\s*True")
 _CHOSEN = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-def grow() -> None:
-    """Let the segments of this process grow from here on, unless its environment says how memory is allocated."""
+def use_expandable_segments() -> None:
+    """Let the segments of this process grow from now on, unless its environment configures the allocator."""
     if not any(os.environ.get(name) for name in _CHOSEN):
         torch._C._accelerator_setAllocatorSettings(_GROW)
 
 
 @contextmanager
-def fixed() -> Iterator[None]:
-    """What is allocated inside of the block can be lent to other processes."""
+def use_fixed_segments() -> Iterator[None]:
+    """Allocate memory in segments of fixed size inside of the block, so that it can be lent to other processes."""
     before: str = torch._C._accelerator_getAllocatorSettings()
     if not _GROWS.search(before):
         yield

@@ -1,4 +1,4 @@
-"""What devices could compute at most, by their names; from the makers' data sheets."""
+"""Peak throughput of devices by name, from the makers' data sheets."""
 
 import re
 from collections.abc import Mapping
@@ -14,20 +14,20 @@ PEAKS: Mapping[str, float] = {
 
 
 def product(device: str) -> str | None:
-    """Which of `PEAKS` a device of this name is; None: none of them.
+    """Return the key of `PEAKS` for a device of this name, or None.
 
     >>> product("NVIDIA H100 80GB HBM3"), product("NVIDIA H100 PCIe"), product("NVIDIA GH200 480GB"), product("cpu")
     ('H100', 'H100 PCIe', 'GH200', None)
     """
-    every = sorted(PEAKS, key=len, reverse=True)
-    return next((name for name in every if re.search(rf"(?<!\w){name}(?!\w)", device)), None)
+    names = sorted(PEAKS, key=len, reverse=True)
+    return next((name for name in names if re.search(rf"(?<!\w){name}(?!\w)", device)), None)
 
 
 def peak(device: str) -> float | None:
-    """Dense bfloat16 products a second of a device of this name; None: it is not known.
+    """Return the dense bfloat16 products a second of a device of this name, or None if it is not known.
 
     >>> peak("NVIDIA H100 80GB HBM3"), peak("NVIDIA H100 PCIe"), peak("NVIDIA A100-SXM4-80GB"), peak("cpu")
     (989000000000000.0, 756000000000000.0, 312000000000000.0, None)
     """
-    found = product(device)
-    return None if found is None else PEAKS[found]
+    name = product(device)
+    return None if name is None else PEAKS[name]

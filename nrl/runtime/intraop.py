@@ -1,4 +1,4 @@
-"""How many threads torch computes one operation with: a single one where all models of a process are small.
+"""The number of threads of one torch operation: a single one where all models of a process are small.
 
 The threads of an operation wait for each other by spinning. If other processes keep the cores busy, a thread that has
 no core keeps its siblings spinning, in each of the thousands of operations of a step. A small model pays that, and a
@@ -11,7 +11,7 @@ import attrs
 import torch
 from torch import nn
 
-from nrl.runtime.node.cgroups import cores, mask
+from nrl.runtime.node.cgroups import allowed_cores, usable_cores
 
 __all__ = ["SMALL", "fit_threads", "set_threads"]
 
@@ -23,10 +23,10 @@ _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 @attrs.define
 class _Intraop:
-    """What this process knows of its threads."""
+    """The threads of this process."""
 
     usual: int = 0  # threads without a small model; 0: not known yet
-    current: int = 0  # as nrl has set them, or found them
+    current: int = 0  # The number that torch has now.
     chosen: bool = False  # the user or the program has chosen a number
     largest: int = 0  # parameters of the largest model
 
@@ -42,7 +42,7 @@ def set_threads(threads: int | None, share: int = 1) -> None:
         share: how many processes share the cores of the node.
     """
     _HERE.chosen = threads is not None
-    _HERE.usual = _HERE.current = threads or max(1, cores() // share)
+    _HERE.usual = _HERE.current = threads or max(1, usable_cores() // share)
     torch.set_num_threads(_HERE.current)
 
 
@@ -56,12 +56,12 @@ def fit_threads(module: nn.Module, device: torch.device) -> None:
         module: a model that this process computes from now on.
         device: where it is; the threads of a process do not matter to a GPU.
     """
-    found = torch.get_num_threads()
+    threads = torch.get_num_threads()
     if not _HERE.usual:
-        _HERE.usual = _HERE.current = found
+        _HERE.usual = _HERE.current = threads
         # torch takes a thread for each core, or half as many where each core runs two threads.
-        _HERE.chosen = any(map(os.environ.get, _VARIABLES)) or found not in (mask(), mask() // 2)
-    if _HERE.chosen or found != _HERE.current or device.type != "cpu":
+        _HERE.chosen = any(map(os.environ.get, _VARIABLES)) or threads not in (allowed_cores(), allowed_cores() // 2)
+    if _HERE.chosen or threads != _HERE.current or device.type != "cpu":
         return
     _HERE.largest = max(_HERE.largest, sum(parameter.numel() for parameter in module.parameters()))
     _HERE.current = 1 if _HERE.largest <= SMALL else _HERE.usual

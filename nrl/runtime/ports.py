@@ -16,11 +16,11 @@ __all__ = ["NRL_PORTS", "first_free", "ports", "store"]
 NRL_PORTS = "NRL_PORTS"
 """The variable that holds a range, such as ``20000-20999``."""
 
-_BACKLOG = 2048  # processes that may knock at once
+_BACKLOG = 2048  # processes that may connect at once
 
 
 def ports(environ: Mapping[str, str] = os.environ) -> range | None:
-    """The ports that nrl may open; None: any that is free.
+    """Return the ports that nrl may open, or None for any free port.
 
     Raises:
         PlacementError: the variable is no range of ports.
@@ -28,20 +28,20 @@ def ports(environ: Mapping[str, str] = os.environ) -> range | None:
     >>> ports({"NRL_PORTS": "20000-20999"})
     range(20000, 21000)
     """
-    said = environ.get(NRL_PORTS, "")
-    if not said:
+    value = environ.get(NRL_PORTS, "")
+    if not value:
         return None
-    found = re.fullmatch(r"(\d{1,5})-(\d{1,5})", said.strip())
-    first, last = map(int, found.groups()) if found else (0, 0)
+    match = re.fullmatch(r"(\d{1,5})-(\d{1,5})", value.strip())
+    first, last = map(int, match.groups()) if match else (0, 0)
     if not 0 < first <= last < 2**16:
         raise PlacementError(
-            f"{NRL_PORTS} is '{said}'; give the first and the last of the ports that nrl may open, such as 20000-20999"
+            f"{NRL_PORTS} is '{value}'; give the first and the last of the ports that nrl may open, such as 20000-20999"
         )
     return range(first, last + 1)
 
 
 def first_free[T](bind: Callable[[int], T], environ: Mapping[str, str] = os.environ) -> T:
-    """What ``bind`` returns for the first port of the range that is not taken; without a range, for 0.
+    """Return ``bind(port)`` for the first free port of the range; without a range, ``bind(0)``.
 
     Args:
         bind: opens a port, or raises the `OSError` that says that it is taken or kept from this process.
@@ -56,8 +56,10 @@ def first_free[T](bind: Callable[[int], T], environ: Mapping[str, str] = os.envi
     allowed = ports(environ)
     if allowed is None:
         return bind(0)
-    refused, where = 0, f"{NRL_PORTS}={environ[NRL_PORTS]}"
-    for port in random.Random().sample(allowed, len(allowed)):  # in no order, so that neighbours seldom meet
+    refused, setting = 0, f"{NRL_PORTS}={environ[NRL_PORTS]}"
+    for port in random.Random().sample(
+        allowed, len(allowed)
+    ):  # A random order, so that processes on one host seldom collide.
         try:
             return bind(port)
         except PermissionError:
@@ -68,17 +70,17 @@ def first_free[T](bind: Callable[[int], T], environ: Mapping[str, str] = os.envi
     if refused:
         taken = f", and the other {len(allowed) - refused} are taken" if refused < len(allowed) else ""
         raise PlacementError(
-            f"this process may not open {refused} ports of {where} on host {socket.gethostname()}{taken}; name others: "
-            "most systems keep those below 1024 for root"
+            f"this process may not open {refused} ports of {setting} on host {socket.gethostname()}{taken}; name "
+            "others: most systems keep those below 1024 for root"
         )
     raise PlacementError(
-        f"all ports of {where} are taken on host {socket.gethostname()}; name more of them: a mesh takes one, and so "
+        f"all ports of {setting} are taken on host {socket.gethostname()}; name more of them: a mesh takes one, and so "
         "does each mesh that sends weights from GPU to GPU"
     )
 
 
 def store(host: str, timeout: timedelta) -> Any:
-    """A ``torch.distributed.TCPStore`` at which processes meet.
+    """Open a ``torch.distributed.TCPStore`` for the rendezvous of processes.
 
     Args:
         host: by which others know this host.
@@ -86,13 +88,15 @@ def store(host: str, timeout: timedelta) -> Any:
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    def opened(port: int) -> Any:
+    def open_store(port: int) -> Any:
         if port == 0:
             return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        # A port that is taken would make torch write warnings
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        listening = socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=both).detach()
+        # torch would write warnings about a taken port: bind it here.
+        dual_stack = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual_stack else socket.AF_INET
+        listening = socket.create_server(
+            ("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=dual_stack
+        ).detach()
         return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listening)
 
-    return first_free(opened)
+    return first_free(open_store)

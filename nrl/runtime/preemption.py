@@ -15,27 +15,31 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
-__all__ = ["Preemption", "Terminated", "ending", "heeded", "note_save", "patience"]
+__all__ = ["Preemption", "Terminated", "end_after_signal", "heed_signals", "note_save", "patience_left"]
 
-_WAITS, _RAISES, _EXITS = 0.4, 0.7, 0.95  # of the time: waits end, an exception breaks off, the process exits
+_WAITS, _RAISES, _EXITS = (
+    0.4,
+    0.7,
+    0.95,
+)  # Fractions of the grace: waits end, an exception breaks off, the process exits.
 _CLOSING = 5.0  # seconds to leave all blocks where nothing is to be saved: neither a step nor a save has begun
 _HURRYING = 3.0  # seconds to leave all blocks after a second Ctrl-C
 _ECHO = 0.3  # seconds in which a second SIGINT is the first one again: launchers forward what a terminal sends to all
 _LOOK = 0.1  # seconds between two looks at the time
-_asked: "_Asked | None" = None  # the process heeds one signal, and there is no way back
+_signal: "_Signal | None" = None  # the process heeds one signal, and there is no way back
 _saves = False  # whether this process has begun to save anything
 
 
 class Terminated(SystemExit):
-    """The run was asked to end. It leaves all `with` blocks, and the process with the status 143."""
+    """A request to end the run: it leaves all `with` blocks, and exits with the status 143."""
 
     def __init__(self) -> None:
         super().__init__(128 + signal.SIGTERM)
 
 
-def patience() -> float | None:
-    """Seconds left to wait for work that a restart can do again; None: no signal has come, so any time."""
-    return None if _asked is None else max(0.0, _WAITS * _asked.grace - _asked.past())
+def patience_left() -> float | None:
+    """Return the seconds left for work that a restart can repeat; None: no signal has come, so no limit."""
+    return None if _signal is None else max(0.0, _WAITS * _signal.grace - _signal.past())
 
 
 def note_save() -> None:
@@ -44,7 +48,7 @@ def note_save() -> None:
     _saves = True
 
 
-class _Asked:
+class _Signal:
     """The first signal, and the time since then.
 
     Args:
@@ -55,7 +59,7 @@ class _Asked:
     def __init__(self, number: int, preemption: "Preemption") -> None:
         self.number, self.grace = number, preemption.grace
         self.leaving = False  # the blocks, which no other exception may break off
-        self.said = "no checkpoint could be saved"
+        self.outcome = "no checkpoint could be saved"
         self._preemption = preemption
         self._began = time.monotonic()
 
@@ -74,10 +78,10 @@ class _Asked:
         Where neither a step nor a save has begun, nothing is to be saved, and the time is short.
         """
         end, sent = _EXITS * self.grace, False
-        while _asked is self:
+        while _signal is self:
             limit = end if self._preemption.begun or _saves else min(end, _CLOSING)
             if self.past() >= limit:
-                self.exit(f"{limit:g} s are over; {self.said}")
+                self.exit(f"{limit:g} s are over; {self.outcome}")
             if self.late() and not sent:
                 sent = True
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -86,8 +90,8 @@ class _Asked:
     def hurry(self) -> None:
         """Exit soon, whatever the run does."""
         time.sleep(_HURRYING)
-        if _asked is self:
-            self.exit(f"stopped after a second Ctrl-C; {self.said}")
+        if _signal is self:
+            self.exit(f"stopped after a second Ctrl-C; {self.outcome}")
 
     def exit(self, text: str) -> None:
         os.write(2, f"run: {text}\n".encode())
@@ -98,7 +102,7 @@ class _Asked:
 
 
 class Preemption:
-    """The answer of a run to SIGTERM and Ctrl-C; made by `heeded`.
+    """The response of a run to SIGTERM and Ctrl-C; made by `heed_signals`.
 
     Args:
         grace: seconds from the signal to the end of the process.
@@ -107,15 +111,15 @@ class Preemption:
     def __init__(self, grace: float) -> None:
         self.grace = grace
         self.going_on = False
-        """Whether the running work may finish in time; otherwise an exception breaks it off."""
+        """True if the running work may finish in time; otherwise an exception breaks it off."""
         self.begun = False
-        """Whether a step has begun. Before that nothing is to be saved, unless `note_save` was called."""
+        """True once a step has begun. Before that nothing is to be saved, unless `note_save` was called."""
         self._pid = os.getpid()
 
     @property
-    def asked(self) -> bool:
-        """Whether a signal has come, in this block or before it."""
-        return _asked is not None
+    def is_requested(self) -> bool:
+        """True if a signal has come, in this block or before it."""
+        return _signal is not None
 
     def end(self) -> NoReturn:
         """Leave all blocks, since nothing is left to do.
@@ -124,53 +128,53 @@ class Preemption:
             Terminated: after SIGTERM.
             KeyboardInterrupt: after Ctrl-C.
         """
-        if _asked is None:
+        if _signal is None:
             raise Terminated
-        _asked.leaving = True
-        raise _asked.error()
+        _signal.leaving = True
+        raise _signal.error()
 
     def say(self, text: str) -> None:
-        """Write what has become of the checkpoint; it is repeated where the time is over."""
-        if _asked is not None:
-            _asked.said = text
+        """Write the outcome of the checkpoint; it is repeated at the end of the time."""
+        if _signal is not None:
+            _signal.outcome = text
         self.write(text)
 
     def write(self, text: str) -> None:
-        """Write a line to the standard error, also where the signal has interrupted a ``print``."""
+        """Write a line to standard error, also if the signal has interrupted a ``print``."""
         os.write(2, f"run: {text}\n".encode())
 
     def handle(self, number: int, frame: Any) -> None:
-        """The handler of the signals."""
-        global _asked
+        """Handle a signal."""
+        global _signal
         if os.getpid() != self._pid:  # a fork does what it would without nrl
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        elif _asked is None:
-            _asked = _Asked(number, self)
-            how = "going on to the end of this step" if self.going_on else "ending"
+        elif _signal is None:
+            _signal = _Signal(number, self)
+            next_step = "going on to the end of this step" if self.going_on else "ending"
             if number == signal.SIGTERM:
-                _thread.start_new_thread(_asked.watch, ())  # not a Thread, whose start may be what was interrupted
-                text = f"SIGTERM; {how}, within {self.grace:g} s (checkpoints.grace)"
+                _thread.start_new_thread(_signal.watch, ())  # not a Thread, whose start may be what was interrupted
+                text = f"SIGTERM; {next_step}, within {self.grace:g} s (checkpoints.grace)"
             else:
-                text = f"Ctrl-C; {how}; press it again to stop at once"
+                text = f"Ctrl-C; {next_step}; press it again to stop at once"
             os.write(2, f"run: {text}\n".encode())
             if not self.going_on:
-                raise _asked.error()
+                raise _signal.error()
         elif number == signal.SIGINT:
-            if _asked.past() >= _ECHO:
-                _thread.start_new_thread(_asked.hurry, ())
+            if _signal.past() >= _ECHO:
+                _thread.start_new_thread(_signal.hurry, ())
                 self.end()
-        elif _asked.number == signal.SIGINT:  # from now on there is a limit of time
-            _asked = _Asked(number, self)
-            _thread.start_new_thread(_asked.watch, ())
-        elif _asked.late():  # an earlier second signal breaks nothing off, such as a checkpoint
+        elif _signal.number == signal.SIGINT:  # A limit of time applies from now on.
+            _signal = _Signal(number, self)
+            _thread.start_new_thread(_signal.watch, ())
+        elif _signal.late():  # an earlier second signal breaks nothing off, such as a checkpoint
             self.end()
 
 
 @contextmanager
-def ending() -> Iterator[None]:
+def end_after_signal() -> Iterator[None]:
     """Turn any error into the end of the program once a signal has come, which may have ended a process that it needs.
 
     Raises:
@@ -180,19 +184,19 @@ def ending() -> Iterator[None]:
     try:
         yield
     except (Terminated, KeyboardInterrupt):
-        if _asked is not None:
-            _asked.leaving = True
+        if _signal is not None:
+            _signal.leaving = True
         raise
     except Exception as error:
-        if _asked is None:
+        if _signal is None:
             raise
-        _asked.leaving = True
-        os.write(2, f"run: {_asked.said}; what ran was ended by {type(error).__name__}: {error}\n".encode())
-        raise _asked.error() from error
+        _signal.leaving = True
+        os.write(2, f"run: {_signal.outcome}; what ran was ended by {type(error).__name__}: {error}\n".encode())
+        raise _signal.error() from error
 
 
 @contextmanager
-def heeded(grace: float) -> Iterator[Preemption]:
+def heed_signals(grace: float) -> Iterator[Preemption]:
     """Heed SIGTERM and Ctrl-C, in the main thread and where the program has no handler of its own.
 
     Once SIGTERM has come, the process heeds it until its end, also after the block. Ctrl-C ends with the outermost
@@ -205,11 +209,11 @@ def heeded(grace: float) -> Iterator[Preemption]:
         Terminated: SIGTERM came; also in place of another error: see `ending`.
         KeyboardInterrupt: Ctrl-C came; likewise.
 
-    >>> with heeded(30.0) as preemption:
-    ...     preemption.asked
+    >>> with heed_signals(30.0) as preemption:
+    ...     preemption.is_requested
     False
     """
-    global _asked
+    global _signal
     preemption, handlers = Preemption(grace), dict[int, Any]()
     if threading.current_thread() is threading.main_thread():
         for number, default in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
@@ -218,15 +222,15 @@ def heeded(grace: float) -> Iterator[Preemption]:
                 handlers[number] = before
                 signal.signal(number, preemption.handle)
     try:
-        with ending():
+        with end_after_signal():
             yield preemption
     finally:
         outermost = signal.SIGINT in handlers and not _is_ours(
             handlers[signal.SIGINT]
         )  # no handler is of another thread
-        if outermost and _asked is not None and _asked.number == signal.SIGINT:
-            _asked = None  # a notebook, or a shell, goes on
-        if _asked is None:
+        if outermost and _signal is not None and _signal.number == signal.SIGINT:
+            _signal = None  # a notebook, or a shell, goes on
+        if _signal is None:
             for handled, before in handlers.items():
                 if signal.getsignal(handled) == preemption.handle:
                     signal.signal(handled, before)

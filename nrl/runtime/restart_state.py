@@ -1,29 +1,29 @@
-"""Whether a program has begun again after a loss: what it reserves may then be fewer slots than it began with."""
+"""The state of a restart after a loss: the program may then reserve fewer slots than it began with."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-__all__ = ["beginning_again", "begun_again"]
+__all__ = ["is_restart", "mark_restart"]
 
 _AGAIN = ContextVar("begun_again", default=False)
 
 
-def begun_again() -> bool:
-    """Whether this is a further attempt of `nrl.retrying`.
+def is_restart() -> bool:
+    """Return whether this is a further attempt of `nrl.retrying`.
 
-    >>> with beginning_again():
-    ...     begun_again()
+    >>> with mark_restart():
+    ...     is_restart()
     True
-    >>> begun_again()
+    >>> is_restart()
     False
     """
     return _AGAIN.get()
 
 
 @contextmanager
-def beginning_again() -> Iterator[None]:
-    """The block is a further attempt, after a process of a mesh was lost."""
+def mark_restart() -> Iterator[None]:
+    """Mark the block as a further attempt, after a process of a mesh was lost."""
     token = _AGAIN.set(True)
     try:
         yield

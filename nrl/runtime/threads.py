@@ -1,4 +1,4 @@
-"""Threads that nothing waits for, not even the end of the process: for calls, and for an event loop."""
+"""Daemon threads for calls and for an event loop. The process ends without waiting for them."""
 
 import asyncio
 import functools
@@ -8,15 +8,15 @@ from collections.abc import Callable, Coroutine
 from concurrent import futures
 from typing import Any
 
-__all__ = ["Daemons", "beside"]
+__all__ = ["DaemonThreadPool", "run_in_loop"]
 
 
-def beside[T](work: Coroutine[Any, Any, T]) -> futures.Future[T]:
+def run_in_loop[T](work: Coroutine[Any, Any, T]) -> futures.Future[T]:
     """Run a coroutine in a thread beside the program; cancelling the future cancels the coroutine.
 
     >>> async def answer() -> int:
     ...     return 42
-    >>> beside(answer()).result()
+    >>> run_in_loop(answer()).result()
     42
     """
     return asyncio.run_coroutine_threadsafe(work, _loop())
@@ -24,13 +24,13 @@ def beside[T](work: Coroutine[Any, Any, T]) -> futures.Future[T]:
 
 @functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """The event loop of what asks others, in a thread that does not keep the program from ending."""
+    """Return the event loop of a thread that does not keep the program from ending."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="asking", daemon=True).start()
     return loop
 
 
-class Daemons(futures.ThreadPoolExecutor):
+class DaemonThreadPool(futures.ThreadPoolExecutor):
     """A pool of daemon threads. The standard library's pool keeps a process alive until its threads are done.
 
     A thread lives as long as calls wait; calls begin in their order.
@@ -39,24 +39,24 @@ class Daemons(futures.ThreadPoolExecutor):
         workers: how many threads at once.
         name: of each thread.
 
-    >>> Daemons(1).submit(len, "abc").result()
+    >>> DaemonThreadPool(1).submit(len, "abc").result()
     3
     """
 
     def __init__(self, workers: int = 32, name: str = "daemon") -> None:
-        super().__init__(workers)  # which starts none; an event loop takes no other class
-        self._name, self._most, self._running = name, workers, 0
+        super().__init__(workers)  # The base class starts no thread; an event loop accepts no other class.
+        self._name, self._workers, self._running = name, workers, 0
         self._waiting: deque[tuple[futures.Future[Any], Callable[[], Any]]] = deque()
         self._guard = threading.Lock()
 
     def submit[T](self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> "futures.Future[T]":
-        """Call a function in one of the threads; a future of what it returns or raises."""
+        """Call a function in one of the threads; return a future of its result."""
         future: futures.Future[T] = futures.Future()
         with self._guard:
             self._waiting.append((future, lambda: fn(*args, **kwargs)))
-            more = self._running < self._most
-            self._running += more
-        if more:
+            start = self._running < self._workers
+            self._running += start
+        if start:
             threading.Thread(target=self._work, name=self._name, daemon=True).start()
         return future
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nrl.algos import Aggregate, by_episode, episode_shares, seq_mean, seq_sum, token_mean
-from nrl.algos._reductions import aggregated
+from nrl.algos._reductions import aggregate_tokens
 from nrl.batch import Batch
 from nrl.batch.metrics import Mean, finalize, merge
 from nrl.errors import BatchError, MissingColumn
@@ -88,26 +88,26 @@ SHARES = torch.tensor([0.75, 0.25, 0.0])
 def test_shares_by_hand() -> None:
     assert seq_mean(X, MASK, SHARES) == Mean(torch.tensor(0.75 * 2 + 0.25 * 8), torch.tensor(1.0))
     batch = Batch({"loss_mask": MASK, "episode_shares": SHARES}, batch_size=[3])
-    assert aggregated(seq_sum(4), X, batch) == Mean(torch.tensor(14 / 4), torch.tensor(1.0))
+    assert aggregate_tokens(seq_sum(4), X, batch) == Mean(torch.tensor(14 / 4), torch.tensor(1.0))
 
 
 @pytest.mark.parametrize("aggregate", [seq_mean, seq_sum(4)])
 def test_shares_of_whole_rows_change_no_bit(aggregate: Aggregate) -> None:
     x = torch.randn(3, 3, generator=torch.Generator().manual_seed(0))
-    assert aggregated(aggregate, x, Batch({"loss_mask": MASK}, batch_size=[3])) == aggregate(x, MASK)
+    assert aggregate_tokens(aggregate, x, Batch({"loss_mask": MASK}, batch_size=[3])) == aggregate(x, MASK)
 
 
 @pytest.mark.parametrize("aggregate", [seq_mean, seq_sum(4)])
 def test_a_row_without_a_token_counts_nothing_whatever_its_share(aggregate: Aggregate) -> None:
     batch = Batch({"loss_mask": MASK, "episode_shares": torch.ones(3)}, batch_size=[3])
-    assert aggregated(aggregate, X, batch).weight == 2
+    assert aggregate_tokens(aggregate, X, batch).weight == 2
 
 
 @pytest.mark.parametrize(("aggregate", "name"), [(seq_mean, "seq_mean"), (seq_sum(4), "seq_sum")])
 def test_shares_are_a_number_a_row(aggregate: Aggregate, name: str) -> None:
     batch = Batch({"loss_mask": MASK, "episode_shares": torch.ones(3, 3)}, batch_size=[3])
     with pytest.raises(BatchError, match=rf"{name}: shares has shape \[3, 3\], and x has \[3\] rows; .*episode_shares"):
-        aggregated(aggregate, X, batch)
+        aggregate_tokens(aggregate, X, batch)
 
 
 def test_episode_shares_by_hand() -> None:
@@ -141,7 +141,7 @@ def test_a_weight_of_whole_episodes_is_a_whole_number_in_any_order(aggregate: Ag
     for _ in range(5):
         order = torch.randperm(len(ids), generator=draw)
         batch = Batch({"loss_mask": mask, "episode_ids": ids[order]}, batch_size=[len(ids)])
-        assert aggregated(aggregate, torch.ones(len(ids), 1), batch).weight == 300
+        assert aggregate_tokens(aggregate, torch.ones(len(ids), 1), batch).weight == 300
         assert episode_shares(batch).float().sum() != 300
 
 
@@ -150,9 +150,9 @@ def test_an_aggregate_gets_shares_if_it_is_declared() -> None:
         return Mean(x.sum(), torch.tensor(factor) * (-1.0 if shares is None else shares.sum()))
 
     batch = Batch({"loss_mask": MASK, "episode_ids": torch.tensor([1, 1, 2])}, batch_size=[3])
-    assert aggregated(weight, X, batch).weight == -1
+    assert aggregate_tokens(weight, X, batch).weight == -1
     declared = by_episode(weight)
     assert declared is weight
-    assert aggregated(declared, X, batch).weight == 1
-    assert aggregated(functools.partial(declared, factor=3.0), X, batch).weight == 3
-    assert aggregated(lambda x, mask: declared(x, mask), X, batch).weight == -1
+    assert aggregate_tokens(declared, X, batch).weight == 1
+    assert aggregate_tokens(functools.partial(declared, factor=3.0), X, batch).weight == 3
+    assert aggregate_tokens(lambda x, mask: declared(x, mask), X, batch).weight == -1

@@ -12,7 +12,7 @@ import nrl
 from nrl import algos
 from nrl.algos import from_logits, needs, output_shape
 from nrl.batch import Batch
-from nrl.batch.ragged import ragged, rows_of
+from nrl.batch.ragged import make_ragged, rows_of
 from nrl.batch.values import check_batch
 from nrl.errors import ArgumentError, BatchError, NotFinite
 
@@ -96,7 +96,7 @@ def test_numbers_of_turns_that_only_one_batch_has_are_nan_in_the_others() -> Non
     def rows(**info: list[Tensor]) -> Batch:
         columns: dict[str, Any] = {"turns": turns, "input_ids": torch.ones_like(turns)}
         if info:
-            columns["info"] = Batch({name: ragged(values) for name, values in info.items()}, batch_size=[2])
+            columns["info"] = Batch({name: make_ragged(values) for name, values in info.items()}, batch_size=[2])
         return Batch(columns, batch_size=[2])
 
     numbers = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]

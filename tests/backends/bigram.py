@@ -16,14 +16,14 @@ from torch import Tensor
 
 from nrl.algos import Loss, mismatch_metrics
 from nrl.backends import Completion, Sampling
-from nrl.backends.models.shards import Filling, whole
+from nrl.backends.models.shards import ShardLoader, full_shard
 from nrl.backends.training.loss.loss_terms import check_weights, terms_of
-from nrl.backends.training.saving.save_plan import ToSave
+from nrl.backends.training.saving.save_plan import SavePlan
 from nrl.backends.types import Bucket, Chunks, Piece
 from nrl.batch import Batch, lengths
 from nrl.batch.metrics import Metrics, Sum, merge
 from nrl.files import Folder
-from nrl.runtime.mesh.futures import Future, done, on_its_way
+from nrl.runtime.mesh.futures import Future, as_future, done
 
 __all__ = ["VOCABULARY", "Bigram", "BigramState", "Recorder"]
 
@@ -48,8 +48,8 @@ class Bigram:
         generator = torch.Generator().manual_seed(0)
         return BigramState(torch.randn(VOCABULARY, VOCABULARY, generator=generator, dtype=torch.float64))
 
-    def receive(self, state: BigramState) -> Filling:
-        return Filling({"table": whole("table", state.table)}, "trainer.init")
+    def receive(self, state: BigramState) -> ShardLoader:
+        return ShardLoader({"table": full_shard("table", state.table)}, "trainer.init")
 
     def params(self, state: BigramState) -> Tensor:
         return state.table
@@ -93,15 +93,15 @@ class Bigram:
         raise NotImplementedError
 
     def pieces(self, params: Tensor) -> Iterator[Piece]:
-        yield whole("table", params)
+        yield full_shard("table", params)
 
-    def save(self, state: BigramState, params: Tensor) -> ToSave:
+    def save(self, state: BigramState, params: Tensor) -> SavePlan:
         return _to_save(state.table, "table.pt")
 
     def restore(self, folder: Folder, record: Mapping[str, Any]) -> BigramState:
         return BigramState(torch.load(BytesIO((folder / "table.pt").read_bytes()), weights_only=True))
 
-    def save_params(self, params: Tensor) -> ToSave:
+    def save_params(self, params: Tensor) -> SavePlan:
         return _to_save(params, "params.pt")
 
     def restore_params(self, folder: Folder, record: Mapping[str, Any]) -> Tensor:
@@ -112,10 +112,10 @@ class Bigram:
         torch.save(params, folder / "table.pt")
 
 
-def _to_save(table: Tensor, name: str) -> ToSave:
+def _to_save(table: Tensor, name: str) -> SavePlan:
     file = io.BytesIO()
     torch.save(table, file)
-    return ToSave({name: [file.getvalue()]}, {})
+    return SavePlan({name: [file.getvalue()]}, {})
 
 
 @attrs.define
@@ -140,6 +140,6 @@ class Recorder:
         return done([Completion(token, torch.zeros(1), truncated=True, version=self.version) for _ in prompts])
 
     def receive(self, buckets: Iterable[Bucket | Future[Bucket]], version: int, *, inflight: Any = "wait") -> None:
-        came = [on_its_way(bucket) for bucket in buckets]
+        came = [as_future(bucket) for bucket in buckets]
         self.weights = {piece.name: piece.tensor.clone() for bucket in came for piece in bucket}
         self.version, self.calls = version, self.calls + 1

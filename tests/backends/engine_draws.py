@@ -29,7 +29,7 @@ from nrl.backends.models import loading
 from nrl.backends.training.loss.batch_checks import with_shares
 from nrl.backends.training.loss.loss_terms import global_weights
 from nrl.backends.training.trainer import Trainer
-from nrl.backends.training.weight_stream import whole_weights
+from nrl.backends.training.weight_stream import iter_full_weights
 from nrl.batch import Batch, deal, lengths
 from nrl.batch.metrics import finalize
 from nrl.batch.packed_rows import Packing
@@ -320,7 +320,7 @@ def _engine(mesh: DeviceMesh | None, setting: Setting, model: Model) -> Any:
 
 def _weights(engine: Any, state: Any, group: Any) -> dict[str, Tensor]:
     pieces = engine.pieces(engine.params(state))
-    return {name: x.clone() for name, x in whole_weights(pieces, "test", group)}
+    return {name: x.clone() for name, x in iter_full_weights(pieces, "test", group)}
 
 
 # --- mutants: what a wrong engine would do to the row of the pad token

@@ -17,7 +17,7 @@ from nrl.backends.training import weight_stream
 from nrl.batch import Batch
 from nrl.errors import CorruptedTransfer, TransferError
 from nrl.runtime import Cluster, Mesh, P, shard_map, transfer
-from nrl.runtime.mesh.current_process import Process, entered
+from nrl.runtime.mesh.current_process import Process, enter_process
 from nrl.runtime.mesh.local import LocalCluster
 from nrl.runtime.mesh.processes import Out
 from tests.gpus import with_gpus
@@ -61,7 +61,7 @@ def groups() -> int:
 
 
 def dies_when_it_receives() -> int:
-    transfer._received = lambda parcel: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,return-value]
+    transfer._receive_broadcast = lambda parcel: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,return-value]
     return 0
 
 
@@ -78,24 +78,26 @@ def casts(cluster: Cluster) -> None:
         weights = params(mesh, seed)
         nrl.publish(weights, sampler)
         check_agreement(sampler, weights)
-    assert [inside(seat.mesh, groups) for seat in sampler._seats] == [1, 1]
+    assert [inside(replica.mesh, groups) for replica in sampler._replicas] == [1, 1]
 
-    inside(sampler._seats[0].mesh, dies_when_it_receives)
+    inside(sampler._replicas[0].mesh, dies_when_it_receives)
     weights = params(mesh, 3)
     with pytest.warns(UserWarning, match="the weights go by value now, which is slower: "):
         nrl.publish(weights, sampler)
     check_agreement(sampler, weights)
-    settled(lambda: any(seat.state == "starting" for seat in sampler._seats), 200)  # until it has been started again
+    settled(
+        lambda: any(replica.state == "starting" for replica in sampler._replicas), 200
+    )  # until it has been started again
     weights = params(mesh, 4)
     nrl.publish(weights, sampler)
     check_agreement(sampler, weights)
-    assert [inside(seat.mesh, groups) for seat in sampler._seats] == [1, 1]
+    assert [inside(replica.mesh, groups) for replica in sampler._replicas] == [1, 1]
 
 
 def lends_memory() -> int:
     """As if it were a GPU's."""
     torch.multiprocessing.set_sharing_strategy("file_system")
-    transfer._lendable = lambda tensor: True
+    transfer._is_lendable = lambda tensor: True
     return 0
 
 
@@ -121,32 +123,32 @@ def test_which_way_weights_take(monkeypatch: pytest.MonkeyPatch) -> None:
     with nrl.cluster("local") as here:
         slots = here.reserve(4)
         trainer, same, part, other = slots[:2].mesh(), slots[1:2].mesh(), slots[1:3].mesh(), slots[2:].mesh()
-        assert transfer.route(trainer, [other]) == (transfer.by_value, Out.all, False)
+        assert transfer.choose_route(trainer, [other]) == (transfer.by_value, Out.all, False)
         monkeypatch.setattr(LocalCluster, "are_gpus", lambda cluster, indices: True)
-        assert transfer.route(trainer, []) == (transfer.by_value, Out.all, False)
-        lend = transfer.route(trainer, [same])
-        assert lend == (transfer._Lend(frozenset([1])), Out.each, True)
-        assert transfer.route(trainer, [slots[:1].mesh(), same]).send == transfer._Lend(frozenset([0, 1]))
-        assert transfer.route(trainer, [part]) == transfer.route(trainer, [same, other])
-        assert transfer.route(trainer, [part]) == (transfer.by_value, Out.all, False)
-        cast = transfer.route(trainer, [other])
-        assert cast == transfer.route(trainer, [other])  # they meet once
-        assert cast not in (transfer.route(trainer, [slots[2:].mesh()]), (transfer.by_value, Out.all, False))
+        assert transfer.choose_route(trainer, []) == (transfer.by_value, Out.all, False)
+        lend = transfer.choose_route(trainer, [same])
+        assert lend == (transfer._Lend(frozenset([1])), Out.per_shard, True)
+        assert transfer.choose_route(trainer, [slots[:1].mesh(), same]).send == transfer._Lend(frozenset([0, 1]))
+        assert transfer.choose_route(trainer, [part]) == transfer.choose_route(trainer, [same, other])
+        assert transfer.choose_route(trainer, [part]) == (transfer.by_value, Out.all, False)
+        cast = transfer.choose_route(trainer, [other])
+        assert cast == transfer.choose_route(trainer, [other])  # they meet once
+        assert cast not in (transfer.choose_route(trainer, [slots[2:].mesh()]), (transfer.by_value, Out.all, False))
 
 
 def test_a_process_lends_nothing_that_nobody_borrows(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA gives memory back when the borrower has, so what nobody opens is held for good."""
-    monkeypatch.setattr(transfer, "_lendable", lambda tensor: True)
+    monkeypatch.setattr(transfer, "_is_lendable", lambda tensor: True)
     tensors, send = {"x": torch.ones(2)}, transfer._Lend(frozenset([1]))
     sent = []
     for rank in (0, 1):
-        with entered(Process(rank, 2)):
-            sent.append(transfer.sent(send, tensors))
+        with enter_process(Process(rank, 2)):
+            sent.append(transfer.send_tensors(send, tensors))
     assert sent[0][0] == {}
     assert sent[0][1] == {"x": transfer.checksum(tensors["x"])}  # the first one's, for all
-    assert transfer.opened(sent)["x"].tolist() == [1, 1]
+    assert transfer.receive_tensors(sent)["x"].tolist() == [1, 1]
     monkeypatch.undo()  # a tensor that is not on a GPU goes by value, from the first
-    with entered(Process(0, 2)):
+    with enter_process(Process(0, 2)):
         assert send(tensors) == tensors
 
 
@@ -158,18 +160,18 @@ def test_a_checksum_is_that_of_the_bits_wherever_they_lie() -> None:
 
 
 def test_what_cannot_be_received_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "_lendable", lambda tensor: True)
-    lent = transfer.sent(transfer.lend, {"x": torch.ones(2)})
-    monkeypatch.setattr(transfer, "_device", lambda: "GPU-7")
+    monkeypatch.setattr(transfer, "_is_lendable", lambda tensor: True)
+    lent = transfer.send_tensors(transfer.lend, {"x": torch.ones(2)})
+    monkeypatch.setattr(transfer, "_device_id", lambda: "GPU-7")
     with pytest.raises(TransferError, match="tensors were lent on cpu, and this process is on GPU-7"):
-        transfer.opened([lent])
+        transfer.receive_tensors([lent])
     monkeypatch.setattr(transfer, "_SECONDS", 0.1)
     nobody = transfer._Parcel(("127.0.0.1", 9), 1, (("x", torch.float32, (2,)),))
     with pytest.raises(TransferError, match="receive: weights were not cast to all engines"):
-        transfer.opened([(nobody, {})])
+        transfer.receive_tensors([(nobody, {})])
     damaged = {"x": torch.ones(2)}
     with pytest.raises(CorruptedTransfer, match=r"'x' did not arrive as it was sent \(checksum 4575657222473777152"):
-        transfer.opened([(damaged, {"x": 7})])
+        transfer.receive_tensors([(damaged, {"x": 7})])
 
 
 def test_what_is_on_no_gpu_goes_by_value() -> None:
@@ -180,8 +182,8 @@ def test_what_is_on_no_gpu_goes_by_value() -> None:
 def test_a_sample_bears_checksums() -> None:
     """The same tensors each time, at least one of them, of any dtype and size."""
     tensors = {f"layer.{i}": torch.full((3,), float(i)) for i in range(64)}
-    _, sample = transfer.sent(transfer.by_value, tensors)
+    _, sample = transfer.send_tensors(transfer.by_value, tensors)
     assert 2 < len(sample) < 20
-    assert sample == transfer.sent(transfer.by_value, tensors)[1]
+    assert sample == transfer.send_tensors(transfer.by_value, tensors)[1]
     for odd in (torch.ones(3, dtype=torch.bfloat16), torch.ones(5, dtype=torch.uint8), torch.ones(0), torch.ones(())):
-        assert transfer.opened([transfer.sent(transfer.by_value, {"odd": odd})])["odd"] is odd
+        assert transfer.receive_tensors([transfer.send_tensors(transfer.by_value, {"odd": odd})])["odd"] is odd

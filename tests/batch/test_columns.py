@@ -5,7 +5,7 @@ import torch
 
 import nrl
 from nrl.batch import Batch, assign, concatenate, microbatches, pad, shard
-from nrl.batch.columns import declared, declaring, kind_of
+from nrl.batch.columns import declaring, get_declarations, kind_of
 from nrl.errors import ColumnError
 
 MASK = torch.arange(4) < torch.tensor([[2], [4], [3]])
@@ -71,10 +71,10 @@ def test_what_cannot_be_declared() -> None:
         nrl.declare(mine="tokens")  # type: ignore[arg-type]
     nrl.declare(rewards="row", mine="token")
     nrl.declare(mine="token")
-    assert declared()["mine"] == "token"
-    assert "rewards" not in declared()
+    assert get_declarations()["mine"] == "token"
+    assert "rewards" not in get_declarations()
     for name, known, other in (("rewards", "row", "token"), ("mine", "token", "row")):
         message = f"declare: the column '{name}' is '{known}' already, and cannot be '{other}'; take another name"
         with pytest.raises(ColumnError, match=message):
             nrl.declare(other="row", **{name: other})  # type: ignore[arg-type]
-    assert "other" not in declared()
+    assert "other" not in get_declarations()

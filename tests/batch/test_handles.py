@@ -17,7 +17,7 @@ from nrl.errors import ColumnError, MutatedBatch
 
 
 class Elsewhere:
-    """A future of a tensor that another process holds, as a `nrl.runtime.mesh.futures.Coming`; it counts fetches."""
+    """A future of a tensor in another process, as a `nrl.runtime.mesh.futures.RemoteFuture`; it counts fetches."""
 
     def __init__(self, value: Tensor, *, known: bool = True) -> None:
         self.value, self.fetched = value, 0

@@ -15,7 +15,7 @@ from nrl.batch import Batch, assign, lengths, microbatches
 from nrl.batch.packed_rows import Block, Packing, Rectangles, Sequences, blocks
 from nrl.batch.packing import Packed, pack, packed, unpack
 from nrl.batch.prefixes import common_prefixes, microbatches_by_prefix
-from nrl.batch.ragged import ragged
+from nrl.batch.ragged import make_ragged
 from nrl.errors import BatchError, MissingColumn
 
 quick = settings(max_examples=50)
@@ -290,7 +290,7 @@ def in_common(rows: Sequence[Sequence[int]]) -> int:
 
 def pictures(numbers: Sequence[int]) -> Tensor:
     """For each row one picture, of two values."""
-    return ragged([torch.tensor([[number, 0]]) for number in numbers])
+    return make_ragged([torch.tensor([[number, 0]]) for number in numbers])
 
 
 @pytest.mark.parametrize("nested", [False, True])

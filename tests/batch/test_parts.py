@@ -441,7 +441,7 @@ def test_rows_are_dealt_as_a_batch_is_sharded() -> None:
 def test_restore_needs_an_entry_for_each_row(output: object, found: str) -> None:
     message = f"my_fn: the part has 2 rows, but what was computed on it is {found}; return one entry for each row"
     with pytest.raises(BatchError, match=message):
-        restore([torch.tensor([0, 1])], [output], who="my_fn")
+        restore([torch.tensor([0, 1])], [output], caller="my_fn")
 
 
 def test_nothing_to_put_together() -> None:

@@ -36,7 +36,7 @@ def shown(pictures: Sequence[int], *, nested: bool = True, width: int = 600) -> 
     """Rows of the same tokens; each has so many pictures of a kind as its number says, and a caption."""
     n = len(pictures)
     mask = torch.arange(width) < width - torch.arange(n)[:, None] % 2
-    media: Any = ragged.ragged([torch.full((count, 2), float(count)) for count in pictures])
+    media: Any = ragged.make_ragged([torch.full((count, 2), float(count)) for count in pictures])
     if nested:
         media = Batch({"pixels": media, "caption": torch.tensor(pictures) // 2}, [n])
     columns = {"input_ids": mask.long(), "attention_mask": mask, "loss_mask": mask, "media": media}

@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import nrl
-from nrl.batch import Batch, assign, concatenate, microbatches, minibatches, pad, restore, shard, unchanged
+from nrl.batch import Batch, assign, concatenate, forbid_writes, microbatches, minibatches, pad, restore, shard
 from nrl.batch.prefixes import media_numbers
-from nrl.batch.ragged import is_ragged, numbered, ragged, rows_of
+from nrl.batch.ragged import is_ragged, make_ragged, number_rows, rows_of
 from nrl.errors import ColumnError, MutatedBatch, PlacementError
 from nrl.run.checkpoint.serialization import decode, encode
 from nrl.runtime import P, shard_map
-from nrl.runtime.ray.codec.pickling import deserialized, serialized
-from nrl.runtime.ray.codec.tensors import rows_serializer
-from nrl.runtime.ray.worker import _digest
+from nrl.runtime.ray.codec.pickling import deserialize, serialize
+from nrl.runtime.ray.codec.tensors import make_row_serializer
+from nrl.runtime.ray.worker import _compute_digest
 
 COUNTS = [2, 0, 1, 3]
 
@@ -25,8 +25,10 @@ def rows(counts: Sequence[int] = COUNTS) -> Batch:
     """Rows with as many entries of media each, and as many tokens and one."""
     lengths = torch.tensor(counts) + 1
     mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
-    media = ragged([torch.full((count, 2), row + 0.5) for row, count in enumerate(counts)])
-    sizes = Batch({"sizes": ragged([torch.full((count,), row) for row, count in enumerate(counts)])}, [len(counts)])
+    media = make_ragged([torch.full((count, 2), row + 0.5) for row, count in enumerate(counts)])
+    sizes = Batch(
+        {"sizes": make_ragged([torch.full((count,), row) for row, count in enumerate(counts)])}, [len(counts)]
+    )
     return assign(
         Batch({}, batch_size=[len(counts)]), input_ids=mask.long(), attention_mask=mask, media=media, more=sizes,
         row=torch.arange(len(counts)),
@@ -62,12 +64,12 @@ def test_entries_go_along_with_their_rows(counts: list[int], n: int) -> None:
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=6), st.data())
 def test_entries_arrive_in_other_processes(counts: list[int], data: st.DataObject) -> None:
     batch = rows(counts)
-    found, shared = deserialized(serialized(batch, "test"))
+    found, shared = deserialize(serialize(batch, "test"))
     check(found, counts)
-    assert _digest(found) == _digest(batch)
+    assert _compute_digest(found) == _compute_digest(batch)
     index = data.draw(st.lists(st.sampled_from(range(len(counts))), unique=True))
-    if ship := rows_serializer(batch):
-        found, shared = deserialized(ship(index))
+    if ship := make_row_serializer(batch):
+        found, shared = deserialize(ship(index))
         check(found, counts)
         assert found["row"].tolist() == index
         if index and any(counts[i] for i in index):
@@ -78,17 +80,17 @@ def test_entries_arrive_in_other_processes(counts: list[int], data: st.DataObjec
 
 
 def test_the_padding_stays_behind_and_other_rows_entries_do_too() -> None:
-    media = ragged([torch.zeros(10000), torch.zeros(1)])
+    media = make_ragged([torch.zeros(10000), torch.zeros(1)])
     mask = torch.tensor([[True] * 9, [True] + [False] * 8])
     batch = assign(Batch({}, batch_size=[2]), input_ids=mask.long(), attention_mask=mask, media=media)
-    ship = rows_serializer(batch)
+    ship = make_row_serializer(batch)
     assert ship is not None
     assert sum(map(len, ship([1]))) < 2000
 
 
 def test_a_difference_in_entries_is_a_difference() -> None:
     base, other = rows(), rows([2, 1, 0, 3])
-    assert _digest(base["media"]) != _digest(other["media"])
+    assert _compute_digest(base["media"]) != _compute_digest(other["media"])
     with nrl.cluster("local") as cluster:
         mesh = cluster.reserve(2).mesh()
         again = shard_map(lambda x: x, mesh, P(), P())(base["media"]).result()
@@ -104,16 +106,16 @@ def test_a_difference_in_entries_is_a_difference() -> None:
 def test_a_write_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NRL_DEBUG", "1")
     batch = rows()
-    with unchanged(batch, "my_loss"):
+    with forbid_writes(batch, "my_loss"):
         rows_of(batch["media"])[0].sum()
-    with pytest.raises(MutatedBatch, match="my_loss wrote into its batch: media"), unchanged(batch, "my_loss"):
+    with pytest.raises(MutatedBatch, match="my_loss wrote into its batch: media"), forbid_writes(batch, "my_loss"):
         rows_of(batch["media"])[0].add_(1)
 
 
 def not_ragged() -> dict[str, Tensor]:
     return {
         "strided": torch.nested.nested_tensor([torch.zeros(1, 2), torch.zeros(3, 2)]),
-        "transposed": ragged([torch.zeros(1, 2), torch.zeros(3, 2)]).transpose(1, 2),
+        "transposed": make_ragged([torch.zeros(1, 2), torch.zeros(3, 2)]).transpose(1, 2),
         "gaps": torch.nested.narrow(
             torch.zeros(2, 4, 2), 1, torch.tensor([0, 1]), torch.tensor([2, 1]), layout=torch.jagged
         ),
@@ -128,12 +130,12 @@ def test_other_nested_tensors_are_refused(name: str) -> None:
 
 
 def test_a_nested_tensor_needs_no_declaration() -> None:
-    batch = assign(rows(), sounds=ragged([torch.zeros(count) for count in COUNTS]))
+    batch = assign(rows(), sounds=make_ragged([torch.zeros(count) for count in COUNTS]))
     assert [len(row) for row in rows_of(pad(batch, 9)["sounds"])] == COUNTS
 
 
 def test_where_a_ragged_column_cannot_be() -> None:
-    some = ragged([torch.zeros(1, 2), torch.zeros(3, 2)])
+    some = make_ragged([torch.zeros(1, 2), torch.zeros(3, 2)])
     with pytest.raises(ColumnError, match=r"'media' is a nested tensor, of the layout torch.jagged, .* size \[2, 2\]"):
         assign(Batch({}, batch_size=[2, 2]), media=some)
     with pytest.raises(ColumnError, match=r"'media' has shape \[2, 'j', 2\], but the batch has batch size \[3\]"):
@@ -147,10 +149,10 @@ def test_where_a_ragged_column_cannot_be() -> None:
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        (ragged([torch.ones(2), torch.ones(1), torch.ones(2)]), [0, 1, 0]),
-        (ragged([torch.ones(2, 1), torch.ones(1, 1), torch.zeros(2, 1)]), [0, 1, 2]),
+        (make_ragged([torch.ones(2), torch.ones(1), torch.ones(2)]), [0, 1, 0]),
+        (make_ragged([torch.ones(2, 1), torch.ones(1, 1), torch.zeros(2, 1)]), [0, 1, 2]),
         (torch.tensor([3, 3, 4]), [0, 0, 1]),
-        (Batch({"a": torch.zeros(3), "b": ragged([torch.ones(1), torch.ones(1), torch.ones(0)])}, [3]), [0, 0, 1]),
+        (Batch({"a": torch.zeros(3), "b": make_ragged([torch.ones(1), torch.ones(1), torch.ones(0)])}, [3]), [0, 0, 1]),
         (Batch({"b": {"c": torch.tensor([1, 2, 1])}}, [3]), [0, 1, 0]),
     ],
 )
@@ -159,9 +161,11 @@ def test_equal_rows_have_equal_numbers(value: Any, expected: list[int]) -> None:
     assert found is not None
     assert [[number == other for other in found] for number in found] == [[x == y for y in expected] for x in expected]
     if isinstance(value, Tensor):
-        assert numbered(value).tolist() == expected
+        assert number_rows(value).tolist() == expected
 
 
 def test_restore_takes_entries_of_different_lengths() -> None:
-    found = restore([torch.tensor([2]), torch.tensor([0, 1])], [ragged([torch.ones(1)]), ragged([torch.zeros(2)] * 2)])
+    found = restore(
+        [torch.tensor([2]), torch.tensor([0, 1])], [make_ragged([torch.ones(1)]), make_ragged([torch.zeros(2)] * 2)]
+    )
     assert [row.tolist() for row in rows_of(found)] == [[0, 0], [0, 0], [1]]

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 import nrl
-from nrl.batch import Batch, assign, concatenate, lengths, pad, require, unchanged
+from nrl.batch import Batch, assign, concatenate, forbid_writes, lengths, pad, require
 from nrl.batch.columns import COLUMNS
-from nrl.batch.values import remembered
+from nrl.batch.values import memoize
 from nrl.errors import BatchError, ColumnError, MissingColumn, MutatedBatch
 
 MASK = torch.tensor([[True, True, True], [True, True, False]])
@@ -461,30 +461,30 @@ def test_writing_into_a_batch_is_caught(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("NRL_DEBUG", "1")
     batch = assign(small(), rewards=torch.zeros(2), version=torch.zeros(2, dtype=torch.int64))
     with pytest.raises(MutatedBatch, match="my_loss wrote into its batch: rewards. Batches are values"):  # noqa: SIM117
-        with unchanged(batch, "my_loss"):
+        with forbid_writes(batch, "my_loss"):
             batch["rewards"].add_(1)
 
 
 def test_writing_into_a_part_of_a_column_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NRL_DEBUG", "1")
     batch = assign(small(), media=media())
-    with pytest.raises(MutatedBatch, match="pixels"), unchanged(batch, "my_loss"):
+    with pytest.raises(MutatedBatch, match="pixels"), forbid_writes(batch, "my_loss"):
         batch["media", "pixels"][0, 1] = 5
 
 
 def test_adding_or_replacing_columns_of_an_open_batch_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NRL_DEBUG", "1")
     batch = small(rewards=torch.zeros(2))
-    with pytest.raises(MutatedBatch, match="my_loss wrote into its batch: rewards"), unchanged(batch, "my_loss"):
+    with pytest.raises(MutatedBatch, match="my_loss wrote into its batch: rewards"), forbid_writes(batch, "my_loss"):
         batch["rewards"] = torch.ones(2)
-    with pytest.raises(MutatedBatch, match="my_loss wrote into its batch: mine"), unchanged(batch, "my_loss"):
+    with pytest.raises(MutatedBatch, match="my_loss wrote into its batch: mine"), forbid_writes(batch, "my_loss"):
         batch["mine"] = torch.ones(2)
 
 
 def test_reading_a_batch_is_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NRL_DEBUG", "1")
     batch = assign(small(), rewards=torch.zeros(2), media=media())
-    with unchanged(batch, "my_loss"):
+    with forbid_writes(batch, "my_loss"):
         (batch["rewards"] + 1).add_(1)
         assign(batch, rewards=torch.ones(2))
 
@@ -493,34 +493,34 @@ def test_a_batch_made_in_inference_mode_can_be_watched(monkeypatch: pytest.Monke
     monkeypatch.setenv("NRL_DEBUG", "1")
     with torch.inference_mode():
         batch = assign(small(), rewards=torch.zeros(2))
-    with unchanged(batch, "my_loss"):
+    with forbid_writes(batch, "my_loss"):
         assert batch["rewards"].sum() == 0
 
 
 def test_what_is_raised_inside_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NRL_DEBUG", "1")
     batch = small(rewards=torch.zeros(2))
-    with pytest.raises(ZeroDivisionError), unchanged(batch, "my_loss"):
+    with pytest.raises(ZeroDivisionError), forbid_writes(batch, "my_loss"):
         raise ZeroDivisionError
 
 
 def test_without_the_variable_nothing_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NRL_DEBUG", raising=False)
     batch = small(rewards=torch.zeros(2))
-    with unchanged(batch, "my_loss"):
+    with forbid_writes(batch, "my_loss"):
         batch["rewards"].add_(1)
 
 
 def test_what_was_found_of_a_tensor_is_looked_up_until_somebody_writes_into_it() -> None:
     mask = torch.ones(2, 3)
-    assert [remembered(mask, "sum", mask.sum) for _ in range(2)] == [6, 6]
+    assert [memoize(mask, "sum", mask.sum) for _ in range(2)] == [6, 6]
     mask[0] = 0
-    assert remembered(mask, "sum", mask.sum) == 3
+    assert memoize(mask, "sum", mask.sum) == 3
 
 
 def test_of_a_tensor_whose_writes_are_not_counted_nothing_is_remembered() -> None:
     with torch.inference_mode():
         mask = torch.ones(2, 3)
-        assert remembered(mask, "sum", lambda: float(mask.sum())) == 6
+        assert memoize(mask, "sum", lambda: float(mask.sum())) == 6
         mask[0] = 0
-        assert remembered(mask, "sum", lambda: float(mask.sum())) == 3
+        assert memoize(mask, "sum", lambda: float(mask.sum())) == 3

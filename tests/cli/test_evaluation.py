@@ -21,7 +21,7 @@ from nrl import tiny
 from nrl.backends import Sampling, hf
 from nrl.cli import evaluation
 from nrl.cli.cli import main
-from nrl.cli.evaluation import exported
+from nrl.cli.evaluation import find_model
 from nrl.cli.evaluation_settings import Evaluation
 from nrl.errors import ModelError
 from nrl.log import format_number
@@ -628,35 +628,35 @@ def test_which_export_of_a_run_is_taken(tmp_path: Path) -> None:
     for name in ("best", "model"):
         (run / name).mkdir(parents=True)
         (run / name / "config.json").touch()
-        assert exported(str(run)) == str(run / name)  # the exported one goes before the best
-    assert exported(str(run / "model")) == str(run / "model")
-    assert exported("owner/name") == "owner/name"
+        assert find_model(str(run)) == str(run / name)  # the exported one goes before the best
+    assert find_model(str(run / "model")) == str(run / "model")
+    assert find_model("owner/name") == "owner/name"
 
 
 def test_a_run_that_has_exported_nothing_says_what_it_has(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("checkpoints: {every: 50, keep: 2, best: eval/reward, mode: max}\n")
     with pytest.raises(ModelError, match=r"has exported no model .*, and has no checkpoints; let it run to its end"):
-        exported(str(tmp_path))
+        find_model(str(tmp_path))
     for step, reward in enumerate([0.1, 0.7, 0.4]):
         checkpoint.store(
             tmp_path / "checkpoints" / "train", step, {}, Checkpoints(best="eval/reward"),
             {"metrics": {"eval/reward": reward}},
         )  # fmt: skip
     with pytest.raises(ModelError, match=r"are 000002, 000003, the best of them 000002\. Let it run .*: nrl export "):
-        exported(str(tmp_path))
+        find_model(str(tmp_path))
     (tmp_path / "config.yaml").unlink()  # a program of another kind
     with pytest.raises(ModelError, match=r"checkpoints are 000002, 000003\. Let it run .*: nrl export "):
-        exported(str(tmp_path))
+        find_model(str(tmp_path))
 
 
 def test_a_folder_of_something_else_is_said(here: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(
         ModelError, match=r"is neither the folder of a model, .*; it holds digits.py, guess.py, tasks.jsonl"
     ):
-        exported(str(here))
+        find_model(str(here))
     said(capsys, "tasks.jsonl", f"model={model}", *SMALL)
     with pytest.raises(ModelError, match=r"nor of a run; it holds .*metrics.json, report.html, results.jsonl"):
-        exported("out")
+        find_model("out")
 
 
 def grpo() -> ModuleType:
@@ -684,7 +684,7 @@ def test_it_prints_the_number_that_keep_best_uses(here: Path, capsys: pytest.Cap
     assert reward("run", "last") == last
     (here / "run" / "model").rename(here / "elsewhere")
     with pytest.raises(ModelError) as raised:
-        exported("run")
+        find_model("run")
     champion = checkpoint.best(checkpoint.checkpoints("run/checkpoints/train"), cfg.checkpoints)
     assert champion is not None
     assert main(shlex.split(str(raised.value).rpartition("or export one: ")[2])[1:]) == 0

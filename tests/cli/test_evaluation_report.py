@@ -14,7 +14,7 @@ from playwright.sync_api import Browser
 from nrl import tiny
 from nrl.cli.cli import main
 from nrl.cli.evaluation_folder import MARK
-from nrl.cli.evaluation_report import of_tasks, report, write_tasks
+from nrl.cli.evaluation_report import report, summarize_tasks, write_tasks
 from nrl.log import JsonLines
 from nrl.rollout.evaluate import Graded
 from tests.jsonlines import lines
@@ -102,7 +102,7 @@ def test_results_that_cannot_be_read_are_counted(evaluation: Path) -> None:
 
 
 def test_numbers_of_a_task_are_over_its_valid_samples() -> None:
-    first, second, third = of_tasks([graded(0.5, None, 2.0, 0.5), graded(None), graded(1.0)], passing=2.0)
+    first, second, third = summarize_tasks([graded(0.5, None, 2.0, 0.5), graded(None), graded(1.0)], passing=2.0)
     assert (first["mean"], first["smallest"], first["largest"]) == (1.0, 0.5, 2.0)
     assert first["deviation"] == pytest.approx(0.75**0.5)  # (0.25 + 1 + 0.25) / 2
     assert (first["pass_rate"], first["valid"], first["invalid"]) == (pytest.approx(1 / 3), 3, 1)

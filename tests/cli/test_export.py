@@ -18,7 +18,7 @@ import nrl
 from nrl import tiny
 from nrl.algos import sft_loss
 from nrl.backends import Model, fsdp, hf
-from nrl.backends.training.saving.storage import weights
+from nrl.backends.training.saving.storage import iter_weights
 from nrl.cli.cli import main
 from nrl.cli.export import Export
 from nrl.cli.export import main as export
@@ -139,7 +139,9 @@ def peaks_of_exports(run: str, out: str) -> None:
     """Write the bytes that an export takes at most, and one that holds all weights; those of mapped files left out."""
     export(Export(run, to=f"{out}/first", dtype="bfloat16"))  # what is imported stays
     found = [peak(lambda: export(Export(run, to=f"{out}/second", dtype="bfloat16")))]
-    found.append(peak(lambda: {name: x.clone() for name, x in weights(Path(run, "checkpoints/train/000001/policy"))}))
+    found.append(
+        peak(lambda: {name: x.clone() for name, x in iter_weights(Path(run, "checkpoints/train/000001/policy"))})
+    )
     Path(out, "peaks").write_text(json.dumps(found))
 
 

@@ -15,11 +15,11 @@ from transformers import PreTrainedTokenizerFast
 from nrl import data, tiny
 from nrl.data.control_tokens import control_tokens, find_breaks
 from nrl.data.encoding import encode
-from nrl.data.forms import as_taken
+from nrl.data.forms import to_template_form
 from nrl.data.templates import TODAY, render_chat
 from nrl.data.turn_tokens import turn_tokens
 from nrl.errors import DataError
-from nrl.rollout.bridges import Fork, bridge, extend
+from nrl.rollout.bridges import TraceFork, bridge, extend
 from nrl.rollout.conversations import Conversation
 from tests.chat_tokenizers import TEMPLATES, tokenizer
 from tests.work import calls
@@ -268,7 +268,7 @@ def test_other_texts_have_the_ids_of_the_template(name: str, text: str) -> None:
         if ids is not None:
             messages, tools = row["prompt"], row["tools"]
             options: Any = {"add_generation_prompt": True, "tools": tools, "tokenize": False, **TODAY}
-            taken = as_taken(messages, of, tools)
+            taken = to_template_form(messages, of, tools)
             assert ids == of.encode(of.apply_chat_template(taken, **options), add_special_tokens=False)
     assert encode(text, of, spelled=True) == (of.encode(text, add_special_tokens=False) if text else [])
 
@@ -288,11 +288,11 @@ def test_rows_bridges_and_observations(name: str) -> None:
         ids, mask = row["input_ids"][0], row["loss_mask"][0]
         turn = [*of.encode("Hello", add_special_tokens=False)]
         bridged = bridge(turn, [ASK, SAID], [more], of)
-        assert not isinstance(bridged, Fork)
+        assert not isinstance(bridged, TraceFork)
         forked = extend([], [], [], [ASK, SAID, more], of).appended
         chat = Conversation([ASK], (), of)
-        before = chat.asked(data.render)
-        appended = chat._appended([before], encode(text, of, spelled=True, continues=True))[1].appended
+        before = chat.render_prompt(data.render)
+        appended = chat._append_tokens([before], encode(text, of, spelled=True, continues=True))[1].appended
         found.append([counts(each, of) for each in (ids, ids[mask], bridged, forked, appended)])
         assert of.decode(ids[mask]).count("Hello") == 2
     assert found[0] == found[1]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from nrl import tiny
-from nrl.data.forms import Form, as_taken, form
+from nrl.data.forms import Form, form, to_template_form
 from tests.chat_tokenizers import tokenizer
 from tests.rollout.conversations import TOOLS
 
@@ -56,7 +56,7 @@ def test_arguments_are_text_where_objects_are_not_written(writes: str, text: boo
     call = {"id": "a", "type": "function", "function": {"name": "find", "arguments": {"q": "né"}}}
     said: list[Any] = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     before = copy.deepcopy(said)
-    given: Any = as_taken(said, of)
+    given: Any = to_template_form(said, of)
     assert said == before
     wanted = '{"q": "né"}' if text else {"q": "né"}
     expected = {**call, "function": {"name": "find", "arguments": wanted}}

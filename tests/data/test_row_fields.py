@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from nrl import data
-from nrl.data.forms import as_taken
+from nrl.data.forms import to_template_form
 from nrl.data.messages import ROLES, canonical_messages
 from nrl.errors import DataError
 from nrl.gym.endpoint import chat_completions
@@ -177,7 +177,7 @@ def test_an_unknown_role_is_named_with_those_that_are_read() -> None:
     with pytest.raises(DataError, match=f"has the role 'assitant', which the chat template .* are read are {listed}"):
         data.render([{**BYE, "role": "assitant"}, ASK], tokenizer("chatml"))
     named = tokenizer("llama3_1")  # whose template writes this role
-    assert as_taken([ASK, {"role": "ipython", "content": "a"}], named)[1]["role"] == "ipython"
+    assert to_template_form([ASK, {"role": "ipython", "content": "a"}], named)[1]["role"] == "ipython"
 
 
 def test_two_conversations_of_a_row() -> None:

@@ -61,11 +61,13 @@ def test_a_wait_looks_as_often_as_asked(monkeypatch: pytest.MonkeyPatch, capsys:
         return False
 
     monkeypatch.setattr("nrl.log.slow_wait.time", SimpleNamespace(monotonic=lambda: now[0]))
-    assert not wait_until(ready, 6.0, "{:g} s".format, silence=2.5, every=1.0)
+    assert not wait_until(ready, 6.0, "{:g} s".format, silence=2.5, poll_seconds=1.0)
     assert asked == [1.0, 1.0, 0.5, 1.0, 1.0, 1.0, 0.5]
     assert capsys.readouterr().err == "2.5 s\n"
     now[0] = 0.0
-    assert wait_until(lambda seconds: bool(ready(seconds)) or now[0] > 3, 6.0, "{:g} s".format, silence=9.0, every=1.0)
+    assert wait_until(
+        lambda seconds: bool(ready(seconds)) or now[0] > 3, 6.0, "{:g} s".format, silence=9.0, poll_seconds=1.0
+    )
     assert now[0] == 4.0
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 import nrl
 from nrl.batch import Batch
 from nrl.errors import MutatedBatch
-from nrl.runtime.mesh.processes import Rows
-from nrl.runtime.ray.codec.pickling import deserialized, serialized, size
-from nrl.runtime.ray.codec.ragged_codec import Unpadded
-from nrl.runtime.ray.codec.tensors import rows_serializer
+from nrl.runtime.mesh.processes import RowSlice
+from nrl.runtime.ray.codec.pickling import deserialize, num_bytes, serialize
+from nrl.runtime.ray.codec.ragged_codec import UnpaddedBatch
+from nrl.runtime.ray.codec.tensors import make_row_serializer
 
 DTYPES = (
     torch.bool, torch.uint8, torch.int16, torch.int64, torch.bfloat16, torch.float16, torch.float32, torch.float64,
@@ -75,7 +75,7 @@ def any_batches(draw: st.DrawFn) -> Batch:
 @settings(max_examples=300)
 @given(any_batches(), st.booleans())
 def test_a_batch_arrives_as_it_was_sent(batch: Batch, copy: bool) -> None:
-    found, shared = deserialized(serialized(batch, "test"), copy=copy)
+    found, shared = deserialize(serialize(batch, "test"), copy=copy)
     assert equal(found, batch)
     assert found.is_locked == batch.is_locked
     assert not (copy and shared.tensors)
@@ -86,12 +86,12 @@ def test_a_batch_arrives_as_it_was_sent(batch: Batch, copy: bool) -> None:
 def test_rows_arrive_as_they_were_sent(batch: Batch, data: st.DataObject, copy: bool) -> None:
     rows = st.permutations(range(len(batch))).flatmap(lambda order: st.integers(0, len(order)).map(lambda n: order[:n]))
     index = torch.tensor(data.draw(rows), dtype=torch.int64)
-    ship = rows_serializer(batch)
-    expected = Rows(batch, index).open()
+    ship = make_row_serializer(batch)
+    expected = RowSlice(batch, index).open()
     if ship is None:
-        assert not Unpadded.of(batch)
+        assert not UnpaddedBatch.from_batch(batch)
         return
-    found, shared = deserialized(ship(index.tolist()), copy=copy)
+    found, shared = deserialize(ship(index.tolist()), copy=copy)
     assert equal(found, expected)
     assert found.is_locked
     assert found["media"].is_locked
@@ -115,20 +115,22 @@ def skewed(rows: int = 64, width: int = 4096) -> Batch:
 def test_what_travels_is_the_tokens() -> None:
     batch = skewed()
     tokens, entry = int(batch["attention_mask"].sum()), 8 + 1 + 4 + 8 + 8
-    ship: Any = rows_serializer(batch)
-    for parts in (serialized(batch, "test"), ship(None)):
-        assert tokens * entry < size(parts) < 1.05 * tokens * entry
-    assert size(ship([3, 5])) < 200 * entry + 2000
+    ship: Any = make_row_serializer(batch)
+    for parts in (serialize(batch, "test"), ship(None)):
+        assert tokens * entry < num_bytes(parts) < 1.05 * tokens * entry
+    assert num_bytes(ship([3, 5])) < 200 * entry + 2000
     nrl.declare(odd="token")
     odd = nrl.assign(batch, odd=torch.arange(64 * 4096).view(64, 4096))
-    assert 0 <= size(serialized(odd, "test")) - size(serialized(batch, "test")) - 64 * 4096 * 8 < 100  # whole, as it is
+    assert (
+        0 <= num_bytes(serialize(odd, "test")) - num_bytes(serialize(batch, "test")) - 64 * 4096 * 8 < 100
+    )  # whole, as it is
 
 
 def test_rows_without_padding_lie_where_they_came() -> None:
     batch = skewed()
-    ship: Any = rows_serializer(batch)
+    ship: Any = make_row_serializer(batch)
     parts = ship([0])
-    found, _ = deserialized(parts)
+    found, _ = deserialize(parts)
     start = parts[1].ctypes.data
     assert start < found["input_ids"].data_ptr() < start + len(parts[1])
     assert equal(found, batch[:1])
@@ -136,8 +138,8 @@ def test_rows_without_padding_lie_where_they_came() -> None:
 
 @pytest.mark.parametrize("rows", [[0], [1, 2]])
 def test_a_write_into_rows_is_found(rows: list[int]) -> None:
-    ship: Any = rows_serializer(skewed())
-    found, shared = deserialized(ship(rows))
+    ship: Any = make_row_serializer(skewed())
+    found, shared = deserialize(ship(rows))
     shared.check("my_function")
     found["advantages"].mul_(2)
     with pytest.raises(MutatedBatch, match="my_function wrote into its arguments"):
@@ -147,8 +149,8 @@ def test_a_write_into_rows_is_found(rows: list[int]) -> None:
 def test_padding_that_has_been_written_to_is_looked_at_again() -> None:
     mask = torch.tensor([[True, True, False], [True, False, False]])
     batch = Batch({"attention_mask": mask, "x": torch.ones(2, 3) * mask}, batch_size=[2]).lock_()
-    assert equal(deserialized(serialized(batch, "test"))[0], batch)
+    assert equal(deserialize(serialize(batch, "test"))[0], batch)
     batch["x"][1, 2] = 5.0
-    assert equal(deserialized(serialized(batch, "test"))[0], batch)
+    assert equal(deserialize(serialize(batch, "test"))[0], batch)
     mask[1, 2] = True
-    assert equal(deserialized(serialized(batch, "test"))[0], batch)
+    assert equal(deserialize(serialize(batch, "test"))[0], batch)

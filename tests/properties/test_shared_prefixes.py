@@ -267,7 +267,7 @@ def test_a_loss_that_reads_other_outputs_gets_them(loss: Loss, slots: Slots, mon
         return loss(out, nrl.assign(renamed, loss_mask=renamed["own"]))
 
     nrl.declare(own="token")
-    renamed = nrl.assign(batch, own=batch["loss_mask"], loss_mask=microbatch_plan.predicted(batch))
+    renamed = nrl.assign(batch, own=batch["loss_mask"], loss_mask=microbatch_plan.predicted_mask(batch))
     counts = spy(monkeypatch)
     expected = run(trainer(slots), told, renamed)
     assert counts == [every]

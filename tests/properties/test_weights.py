@@ -17,7 +17,7 @@ import nrl
 from nrl.algos import Loss, needs, sft_loss, token_mean
 from nrl.backends import Model, Trainer, adamw, fsdp
 from nrl.backends.training.loss import loss_terms
-from nrl.backends.training.loss.loss_checks import check_law
+from nrl.backends.training.loss.loss_checks import check_loss_is_additive
 from nrl.backends.training.loss.loss_terms import LOGPROBS, global_weights
 from nrl.batch import Batch
 from nrl.batch.metrics import Mean, Metrics, finalize
@@ -60,7 +60,7 @@ def refused(trainer: Trainer, loss: Loss, batch: Batch, error: type[Exception], 
     before = weights(state)
     with pytest.raises(error, match=match):
         trainer.train_step(loss)(state, batch)
-    assert not state.handle.consumed
+    assert not state.handle.is_consumed
     assert_equal(weights(state), before)
     good = make_batch([6, 6, 6], [False] * 3, [False] * 3, seed=8, pairs=False)
     after, _ = trainer.train_step(sft_loss)(state, good)
@@ -157,7 +157,7 @@ def test_statistics_of_many_outputs(of: OfTokens, rows: int, tokens: int) -> Non
     sizes = torch.randint(4, tokens, (rows,), generator=torch.Generator().manual_seed(1)).tolist()
     batch, loss = make_batch(sizes, [False] * rows, [False] * rows, seed=1, pairs=False), over_all(of)
     with pytest.raises(WeightError, match="my_loss: the"):
-        check_law(loss, batch, global_weights(loss, batch), LOGPROBS)
+        check_loss_is_additive(loss, batch, global_weights(loss, batch), LOGPROBS)
 
 
 @pytest.mark.parametrize("output", ["entropy", "values", "rewards", "logprobs_at(teacher_ids)"])
@@ -176,7 +176,7 @@ def test_statistics_of_other_outputs(batch: Batch, output: str) -> None:
         loss = over_all(fn, output)
         weights = global_weights(loss, batch, always=())
         with pytest.raises(WeightError, match="my_loss: the") if raises else contextlib.nullcontext():
-            assert check_law(loss, batch, weights, ())
+            assert check_loss_is_additive(loss, batch, weights, ())
 
 
 def test_a_mean_over_padding_of_each_row(trainer: Trainer, batch: Batch) -> None:
@@ -197,7 +197,7 @@ def test_what_stands_at_tokens_that_are_not_trained_is_no_statistic(batch: Batch
         x, mask = out["logprobs"], batch["attention_mask"]
         return token_mean((x - (x * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)) ** 2, mask), {}
 
-    assert check_law(my_loss, batch, global_weights(my_loss, batch), LOGPROBS)
+    assert check_loss_is_additive(my_loss, batch, global_weights(my_loss, batch), LOGPROBS)
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(2, 5000), (200, 50)])
@@ -210,12 +210,12 @@ def test_no_method_is_refused_for_rounding(name: str, rows: int, tokens: int) ->
     batch = make_batch(sizes, [False] * n, [False] * n, seed=2, pairs=pairs)
     batch = nrl.assign(batch, **{key: x.float() for key, x in batch.items() if x.is_floating_point()})
     always = frozenset({"rewards"}) if name in REWARD_LOSSES else LOGPROBS
-    assert check_law(loss, batch, global_weights(loss, batch, always=always), always)
+    assert check_loss_is_additive(loss, batch, global_weights(loss, batch, always=always), always)
 
 
 def test_the_check_leaves_torchs_own_generator_alone(batch: Batch) -> None:
     before = torch.get_rng_state()
-    check_law(sft_loss, batch, global_weights(sft_loss, batch), LOGPROBS)
+    check_loss_is_additive(sft_loss, batch, global_weights(sft_loss, batch), LOGPROBS)
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nrl.algos import Loss, ids_column, needed, output_kind, output_shape
 from nrl.backends.models import weight_layout
-from nrl.backends.models.shards import wholes
+from nrl.backends.models.shards import full_shards
 from nrl.backends.training.loss.loss_terms import terms_of
 from nrl.batch import Batch, lengths
 
@@ -76,5 +76,5 @@ def tensors_in_files(module: torch.nn.Module, tensors: Mapping[str, Tensor]) -> 
     """Tensors that are shaped like a model's weights, under the names and in the shapes of its files."""
     return {
         name: piece.tensor
-        for name, piece in weight_layout.in_files(wholes(tensors), weight_layout.parts(module)).items()
+        for name, piece in weight_layout.map_to_files(full_shards(tensors), weight_layout.find_parts(module)).items()
     }

@@ -16,7 +16,7 @@ from nrl import tiny
 from nrl.data import render
 from nrl.data.turn_tokens import turn_tokens
 from nrl.errors import DataError, ModelError
-from nrl.rollout.bridges import Extension, Fork, Sampled, bridge, continues, extend
+from nrl.rollout.bridges import Extension, Sampled, TraceFork, bridge, continues, extend
 from tests.chat_tokenizers import tokenizer
 from tests.rollout.conversations import (
     FAMILIES,
@@ -78,14 +78,14 @@ def converse(rng: random.Random, name: str) -> Counter[str]:
         count["exact"] += check_text(name, tokens[:kept], appended, messages, turns, tools)
         if change is not None:
             assert fork is not None
-            assert (fork.reason, fork.at) == change
+            assert (fork.reason, fork.num_messages) == change
             if family.forks is never:  # it forks where the history was changed, and no earlier
-                assert kept == max((turn.stop for turn, _ in before if turn.message < fork.at), default=0)
+                assert kept == max((turn.stop for turn, _ in before if turn.message < fork.num_messages), default=0)
         elif not history:
             assert fork is None
         elif family.forks(history, before[-1][1], messages[len(history) :], tools):
             assert fork is not None
-            assert (fork.reason, fork.at) == ("template", len(history) - 1)
+            assert (fork.reason, fork.num_messages) == ("template", len(history) - 1)
         else:
             assert fork is None, fork
             assert kept == len(tokens)
@@ -174,11 +174,11 @@ CALL = {"type": "function", "id": "call_0", "function": {"name": "find", "argume
 RESULT = {"role": "tool", "content": "7", "tool_call_id": "call_0"}
 
 
-def bridged(name: str, said: str, history: list[Any], new: list[Any], tools: Any = None) -> str | Fork:
+def bridged(name: str, said: str, history: list[Any], new: list[Any], tools: Any = None) -> str | TraceFork:
     """What is appended, as text."""
     of = tokenizer(name)
     found = bridge(of.encode(said, add_special_tokens=False), history, new, of, tools=tools)
-    return found if isinstance(found, Fork) else str(of.decode(found))
+    return found if isinstance(found, TraceFork) else str(of.decode(found))
 
 
 ASKS = "<|im_start|>user\nThanks<|im_end|>\n<|im_start|>assistant\n"
@@ -217,7 +217,7 @@ def test_half_a_character_stays_half() -> None:
     message = {"role": "assistant", "content": of.decode(turn)}
     assert message["content"].endswith("\ufffd")
     found = bridge(turn, [Q, message], [MORE], of)
-    assert not isinstance(found, Fork)
+    assert not isinstance(found, TraceFork)
     assert of.decode(found) == "<|im_end|>\n" + ASKS
 
 
@@ -255,7 +255,7 @@ def test_a_special_token_that_is_spelled_is_text(name: str, token: str) -> None:
     end = of.convert_tokens_to_ids(token)
     assert end not in turn
     appended = bridge([*turn, end], [Q, {"role": "assistant", "content": f"It is {token} there."}], [MORE], of)
-    assert not isinstance(appended, Fork)
+    assert not isinstance(appended, TraceFork)
     assert end not in appended[:1]
     assert "Thanks" in of.decode(appended)
 
@@ -336,9 +336,9 @@ def test_a_template_without_special_tokens() -> None:
 
 
 def forks(found: Any, at: int, *words: str) -> bool:
-    assert isinstance(found, Fork)
-    assert all(word in found.found for word in words), found.found
-    return found.reason == "template" and found.at == at
+    assert isinstance(found, TraceFork)
+    assert all(word in found.details for word in words), found.details
+    return found.reason == "template" and found.num_messages == at
 
 
 THOUGHT = {"role": "assistant", "content": "Hi.", "reasoning_content": "Hmm"}
@@ -424,9 +424,9 @@ def test_messages_continue_a_history_word_for_word(history: list[Any], messages:
     if isinstance(expected, int):
         assert found == expected
     else:
-        assert isinstance(found, Fork)
+        assert isinstance(found, TraceFork)
         assert found[:2] == expected[:2]
-        assert expected[2] in found.found
+        assert expected[2] in found.details
 
 
 # traces
@@ -469,7 +469,7 @@ def test_a_fork_keeps_the_turns_before_the_change() -> None:
     other = {"role": "user", "content": "Bye"}
     kept, appended, fork = extend(tokens, history, turns, [*history[:2], other, *history[3:], MORE], of)
     assert fork is not None
-    assert (fork.reason, fork.at, kept) == ("rewritten", 2, turns[0].stop)
+    assert (fork.reason, fork.num_messages, kept) == ("rewritten", 2, turns[0].stop)
     user, model = "<|im_start|>user\n", "<|im_start|>assistant\n"
     text = f"\n{user}Bye<|im_end|>\n{model}Hi.<|im_end|>\n{user}Thanks<|im_end|>\n{model}"
     assert of.decode(appended) == text
@@ -494,7 +494,7 @@ def test_a_fork_of_the_template_keeps_what_it_can() -> None:
     turns.append(Sampled(3, len(first + one + asks), len(first + one + asks + two)))
     kept, appended, fork = extend(first + one + asks + two, history, turns, [*history, MORE], of)
     assert fork is not None
-    assert (fork.reason, fork.at, kept) == ("template", 3, turns[0].stop)
+    assert (fork.reason, fork.num_messages, kept) == ("template", 3, turns[0].stop)
     assert of.decode(appended) == f"\n{ASKS}Hi.<|im_end|>\n{ASKS}"
 
 

@@ -435,10 +435,10 @@ def test_several_calls_of_a_turn_under_every_template(template: str) -> None:
 def test_where_no_field_is_read_reasoning_is_in_the_content(template: str) -> None:
     call = ("add", {"a": 2, "b": 3})
     conversation = Conversation([{"role": "user", "content": "2+3="}], [tool(add)], chat_tokenizer(template))
-    prompt = conversation.asked(lambda prompt, of: [])
+    prompt = conversation.render_prompt(lambda prompt, of: [])
     turn = chat_tokenizer(template).encode(says(template, "", call, thought="I should add."), add_special_tokens=False)
     sampled = Completion(torch.tensor(turn), torch.zeros(len(turn)), truncated=False, version=0)
-    conversation.said(sampled, prompt + turn)
+    conversation.add_turn(sampled, prompt + turn)
     message = conversation._rows[-1].messages[-1]
     assert "I should add." in message["content"]
     assert "reasoning_content" not in message

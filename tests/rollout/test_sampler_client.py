@@ -10,7 +10,7 @@ import torch
 
 from nrl.backends import Capabilities
 from nrl.backends.types import Completion
-from nrl.rollout.sampler_client import requests_to
+from nrl.rollout.sampler_client import make_client
 
 
 def completed(value: Any) -> futures.Future[Any]:
@@ -43,15 +43,15 @@ class Streaming(Whole):
 @pytest.mark.parametrize("sampler", [Whole(), Streaming()], ids=["together", "streaming"])
 def test_who_is_cancelled_while_it_waits_is_not_asked_for(sampler: Any) -> None:
     async def every() -> list[Any]:
-        requests = requests_to(sampler, None)
+        requests = make_client(sampler, None)
         for place in range(3):
-            requests.enter((0, place))
+            requests.acquire((0, place))
         first, second = (
             asyncio.create_task(requests.generate((0, place), 10 + place, [place + 5])) for place in (0, 1)
         )
         asyncio.get_running_loop().call_soon(first.cancel)  # when both wait, and nobody has been asked
         await asyncio.sleep(0.01)
-        requests.leave((0, 0))
+        requests.release((0, 0))
         last = asyncio.create_task(requests.generate((0, 2), 12, [7]))
         return list(await asyncio.wait_for(asyncio.gather(first, second, last, return_exceptions=True), 60))
 

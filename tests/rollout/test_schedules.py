@@ -26,7 +26,7 @@ from nrl.batch.metrics import finalize
 from nrl.envs import Environment, Step, of_group, single_turn
 from nrl.errors import BatchError, DataError, EnvError, GenerationError
 from nrl.rollout import sampler_client
-from nrl.rollout.scheduler import Running, Schedule
+from nrl.rollout.scheduler import EpisodeSchedule, EpisodeScheduler
 from nrl.run.checkpoint import Checkpoints
 from tests.clocks import MINUTE, Clock
 from tests.processes import settled
@@ -94,7 +94,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def under_way(episodes: int, groups: int) -> bool:
     """Whether so many episodes have not ended, and so many groups; asked on their loop."""
     tasks = [task.get_coro().__qualname__ for task in asyncio.all_tasks()]  # type: ignore[union-attr]
-    return (tasks.count("Running._one"), tasks.count("Running._whole")) == (episodes, groups)
+    return (tasks.count("EpisodeScheduler._one"), tasks.count("EpisodeScheduler._whole")) == (episodes, groups)
 
 
 @pytest.fixture
@@ -477,7 +477,7 @@ def test_what_is_asked_for_early_does_not_begin_after_the_end_of_its_run(engine:
 
 def test_an_end_that_comes_when_a_take_has_just_ended_spares_the_next(engine: Any) -> None:
     """A loop run is asked to end by another thread, and has ended by itself: the next one is not meant."""
-    running = Running(engine(), Game().env, 1, None, 0, Schedule())
+    running = EpisodeScheduler(engine(), Game().env, 1, None, 0, EpisodeSchedule())
     with running._turn, running._interrupting():
         pass
     assert len(running.play([(0, {"prompt": "1+1="})], 1)) == 1
@@ -592,13 +592,13 @@ def test_a_slow_episode_delays_the_others_by_a_second_and_once(
     clock: Clock, patient: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three of four turns; the first steps of one sleep. It goes on as soon as it can."""
-    asked, game, came, add = Rounds(), Game(turns=4), list[Any](), sampler_client._Together._add
+    asked, game, came, add = Rounds(), Game(turns=4), list[Any](), sampler_client.BatchedClient._add
 
     def added(of: Any, key: Any, request: Any) -> None:
         came.append(key)
         add(of, key, request)
 
-    monkeypatch.setattr(sampler_client._Together, "_add", added)
+    monkeypatch.setattr(sampler_client.BatchedClient, "_add", added)
     wakes = [threading.Event() for _ in range(3)]
     some = [{"prompt": "1", "sleeps": dict(enumerate(wakes)) if index == 1 else {}} for index in range(3)]
     seen = []

@@ -19,7 +19,7 @@ from nrl.envs.inprocess.call_with_timeout import Calls
 from nrl.envs.inprocess.threads import stuck
 from nrl.envs.inprocess.tracebacks import Failed
 from nrl.log import error_text
-from nrl.runtime.threads import Daemons
+from nrl.runtime.threads import DaemonThreadPool
 from tests.clocks import MINUTE, Clock
 from tests.processes import settled
 
@@ -432,7 +432,7 @@ def test_a_process_ends_while_calls_hang() -> None:
 
 def test_daemons_begin_in_order_and_raise_what_was_raised() -> None:
     seen: list[int] = []
-    threads = Daemons(1)
+    threads = DaemonThreadPool(1)
     futures = [threads.submit(seen.append, i) for i in range(100)]
     broken = threads.submit(int, "x")
     for future in futures:

@@ -68,7 +68,7 @@ def test_a_mistake_is_told_in_a_few_lines(
     said = capsys.readouterr()
     *first, place = said.err.splitlines()
     assert (said.out, first) == ("", [f"it.py: {lines[0]}", *lines[1:]])
-    assert f"{Path('tests', 'runs', 'test_exits.py')}, line " in place
+    assert f"{Path('tests', 'run', 'test_exit_codes.py')}, line " in place
     assert place.endswith("in program; NRL_TRACEBACK=1 shows the traceback")
 
 

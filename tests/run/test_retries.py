@@ -21,7 +21,7 @@ from nrl.batch.metrics import Sum
 from nrl.data import counting
 from nrl.errors import ClosedCluster, ConfigError, LostActor
 from nrl.run.checkpoint import Checkpoints
-from nrl.runtime.restart_state import begun_again
+from nrl.runtime.restart_state import is_restart
 from tests.jsonlines import untimed
 from tests.weights import assert_equal
 
@@ -366,10 +366,10 @@ def test_a_program_that_begins_again_may_do_with_less(tmp_path: Path) -> None:
     again: list[bool] = []
 
     def main(cfg: Config) -> None:
-        again.append(begun_again())
+        again.append(is_restart())
         if len(again) < 3:
             raise gone()
 
     nrl.retrying(main, pause=0)(Config(out=str(tmp_path)))
     assert again == [False, True, True]
-    assert not begun_again()
+    assert not is_restart()

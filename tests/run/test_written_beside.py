@@ -255,7 +255,7 @@ def test_a_process_that_is_lost_while_it_writes(tmp_path: Path, gate: Gate, monk
     def dies(*_: Any) -> None:
         raise lost
 
-    monkeypatch.setattr("nrl.backends.training.trainer.all_written", dies)
+    monkeypatch.setattr("nrl.backends.training.trainer.wait_for_writers", dies)
     with pytest.raises(LostActor) as caught:
         train(Config(f"{tmp_path}"))
     assert caught.value is lost

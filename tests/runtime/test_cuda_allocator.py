@@ -33,9 +33,9 @@ def test_segments_grow_unless_the_environment_says_how_memory_is_allocated(monke
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         with monkeypatch.context() as of:
             of.setenv(name, "max_split_size_mb:64")
-            cuda_allocator.grow()
+            cuda_allocator.use_expandable_segments()
             assert chosen() == ""
-    cuda_allocator.grow()
+    cuda_allocator.use_expandable_segments()
     assert chosen() == "expandable_segments:True"
 
 
@@ -46,7 +46,7 @@ def test_what_is_lent_lies_in_fixed_segments(settings: str) -> None:
     inside = list[str]()
 
     def allocates() -> None:
-        with cuda_allocator.fixed():
+        with cuda_allocator.use_fixed_segments():
             inside.append(chosen())
             raise MemoryError
 
@@ -57,26 +57,26 @@ def test_what_is_lent_lies_in_fixed_segments(settings: str) -> None:
 
 
 def test_nothing_changes_where_segments_are_fixed() -> None:
-    with cuda_allocator.fixed():
+    with cuda_allocator.use_fixed_segments():
         assert chosen() == ""
     assert chosen() == ""
 
 
 def test_lending_allocates_in_fixed_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the borrower sees are the numbers at that time: the lender goes on with its own memory."""
-    allocated, room = list[str](), transfer._room
+    allocated, room = list[str](), transfer._allocate
 
     def watched(size: int) -> Tensor:
         allocated.append(chosen())
         return room(size)
 
-    monkeypatch.setattr(transfer, "_room", watched)
-    monkeypatch.setattr(transfer, "_lendable", lambda tensor: True)
-    cuda_allocator.grow()
+    monkeypatch.setattr(transfer, "_allocate", watched)
+    monkeypatch.setattr(transfer, "_is_lendable", lambda tensor: True)
+    cuda_allocator.use_expandable_segments()
     tensors = {"x": torch.ones(3), "y": torch.zeros((), dtype=torch.bfloat16)}
-    lent = transfer.sent(transfer.lend, tensors)
+    lent = transfer.send_tensors(transfer.lend, tensors)
     tensors["x"].fill_(7)
-    found = transfer.opened([lent])
+    found = transfer.receive_tensors([lent])
     assert allocated == ["expandable_segments:False"]
     assert chosen() == "expandable_segments:True"
     assert found["x"].tolist() == [1, 1, 1]

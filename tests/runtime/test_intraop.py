@@ -10,7 +10,7 @@ from nrl import tiny
 from nrl.backends import Sampling, adamw, fsdp, hf
 from nrl.runtime import Cluster, intraop
 from nrl.runtime.intraop import SMALL, fit_threads, set_threads
-from nrl.runtime.node.cgroups import cores, mask
+from nrl.runtime.node.cgroups import allowed_cores, usable_cores
 
 CPU = torch.device("cpu")
 
@@ -22,7 +22,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(intraop, "_HERE", intraop._Intraop())
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    torch.set_num_threads(mask())
+    torch.set_num_threads(allowed_cores())
     yield
     torch.set_num_threads(before)
 
@@ -35,40 +35,40 @@ def test_one_thread_as_long_as_all_models_are_small() -> None:
     fit_threads(model_of(SMALL), CPU)
     assert torch.get_num_threads() == 1
     fit_threads(model_of(SMALL + 1), CPU)
-    assert torch.get_num_threads() == mask()
+    assert torch.get_num_threads() == allowed_cores()
     fit_threads(model_of(10), CPU)
-    assert torch.get_num_threads() == mask()
+    assert torch.get_num_threads() == allowed_cores()
 
 
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])
 def test_a_variable_of_the_user_decides(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(name, str(mask()))
+    monkeypatch.setenv(name, str(allowed_cores()))
     fit_threads(model_of(10), CPU)
-    assert torch.get_num_threads() == mask()
+    assert torch.get_num_threads() == allowed_cores()
 
 
 def test_a_number_that_the_program_has_set_before_decides() -> None:
-    torch.set_num_threads(mask() + 1)
+    torch.set_num_threads(allowed_cores() + 1)
     fit_threads(model_of(10), CPU)
-    assert torch.get_num_threads() == mask() + 1
+    assert torch.get_num_threads() == allowed_cores() + 1
 
 
 def test_a_number_that_the_program_sets_later_decides() -> None:
     fit_threads(model_of(10), CPU)
-    torch.set_num_threads(mask() + 1)
+    torch.set_num_threads(allowed_cores() + 1)
     fit_threads(model_of(10), CPU)
     fit_threads(model_of(SMALL + 1), CPU)
-    assert torch.get_num_threads() == mask() + 1
+    assert torch.get_num_threads() == allowed_cores() + 1
 
 
 def test_a_model_on_a_gpu_changes_nothing() -> None:
     fit_threads(model_of(10), torch.device("cuda"))
-    assert torch.get_num_threads() == mask()
+    assert torch.get_num_threads() == allowed_cores()
 
 
 def test_a_process_of_a_mesh_shares_cores_until_its_model_is_small() -> None:
     set_threads(None, 1)
-    assert torch.get_num_threads() == cores()
+    assert torch.get_num_threads() == usable_cores()
     fit_threads(model_of(10), CPU)
     assert torch.get_num_threads() == 1
     set_threads(3, 1)  # the user's
@@ -81,4 +81,4 @@ def test_engines_count_their_models(local: Cluster) -> None:
     assert torch.get_num_threads() == 1
     large = tiny.model(hidden_size=256, intermediate_size=8192)
     hf.sampler(local.reserve(1), large, Sampling(max_new_tokens=1))
-    assert torch.get_num_threads() == mask()
+    assert torch.get_num_threads() == allowed_cores()

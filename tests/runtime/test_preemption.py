@@ -22,7 +22,7 @@ from nrl.data import Source, Stream, counting
 from nrl.errors import LostActor
 from nrl.run.checkpoint import Checkpoints, checkpoints
 from nrl.runtime import preemption
-from nrl.runtime.preemption import Terminated, heeded
+from nrl.runtime.preemption import Terminated, heed_signals
 from tests.children import ends
 
 
@@ -39,7 +39,7 @@ def terminate() -> None:
 
 def call_off() -> None:
     """Make as if no signal had come: this process lives on."""
-    preemption._asked = None
+    preemption._signal = None
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
@@ -234,17 +234,17 @@ def handled(handler: Any) -> Iterator[None]:
 
 @pytest.mark.parametrize("handler", [lambda number, frame: None, signal.SIG_IGN])
 def test_a_handler_of_the_program_stays(handler: Any) -> None:
-    with handled(handler), heeded(30.0):
+    with handled(handler), heed_signals(30.0):
         assert signal.getsignal(signal.SIGTERM) is handler
 
 
 def test_another_thread_has_no_handler() -> None:
     with futures.ThreadPoolExecutor(1) as pool:
-        with heeded(30.0) as found:
+        with heed_signals(30.0) as found:
             assert signal.getsignal(signal.SIGTERM) == found.handle
 
         def elsewhere() -> Any:
-            with heeded(30.0):
+            with heed_signals(30.0):
                 return signal.getsignal(signal.SIGTERM)
 
         assert pool.submit(elsewhere).result() is signal.SIG_DFL
@@ -252,12 +252,12 @@ def test_another_thread_has_no_handler() -> None:
 
 def test_patience_has_an_end_until_the_process_ends() -> None:
     found = []
-    with pytest.raises(Terminated), heeded(600.0):  # noqa: PT012  the end of the block is what is looked at
+    with pytest.raises(Terminated), heed_signals(600.0):  # noqa: PT012  the end of the block is what is looked at
         try:
             terminate()
         finally:
-            found.append(preemption.patience() or 0.0)
-    found.append(preemption.patience() or 0.0)
+            found.append(preemption.patience_left() or 0.0)
+    found.append(preemption.patience_left() or 0.0)
     assert 235 < found[1] <= found[0] <= 240
 
 
@@ -297,18 +297,18 @@ def test_ctrl_c_saves_like_sigterm_and_the_process_lives_on(
 @pytest.mark.usefixtures("_interruptible")
 def test_ctrl_c_is_heeded_until_the_block_that_handles_it_ends() -> None:
     def elsewhere() -> bool:
-        with heeded(30.0) as other:
-            return other.asked
+        with heed_signals(30.0) as other:
+            return other.is_requested
 
-    with heeded(30.0) as found:
+    with heed_signals(30.0) as found:
         found.going_on = True
         interrupt()
         with futures.ThreadPoolExecutor(1) as pool:
             assert pool.submit(elsewhere).result()
-        with heeded(30.0) as inner:
-            assert inner.asked
-        assert found.asked
-    assert not found.asked
+        with heed_signals(30.0) as inner:
+            assert inner.is_requested
+        assert found.is_requested
+    assert not found.is_requested
 
 
 @pytest.mark.usefixtures("_interruptible")
@@ -337,7 +337,7 @@ def test_a_handler_of_the_program_for_ctrl_c_stays(module: str | None) -> None:
 
     own.__module__ = module  # type: ignore[assignment]
     signal.signal(signal.SIGINT, own)
-    with heeded(30.0):
+    with heed_signals(30.0):
         assert signal.getsignal(signal.SIGINT) is own
 
 
@@ -410,15 +410,16 @@ def test_what_is_closed_after_the_last_step_is_within_its_time(tmp_path: Path, m
 
 
 BLOCKS = {
-    "after": "try:\n    with heeded(1.0): term()\nfinally: time.sleep(3600)",
-    "another signal": "try:\n    with heeded(1.0): term()\nfinally:\n    term()\n    time.sleep(3600)",
-    "caught": "try:\n    with heeded(1.0): term()\nexcept SystemExit: pass\nwith heeded(300.0): time.sleep(3600)",
-    "at exit": "atexit.register(time.sleep, 3600)\nwith heeded(1.0): term()",
+    "after": "try:\n    with heed_signals(1.0): term()\nfinally: time.sleep(3600)",
+    "another signal": "try:\n    with heed_signals(1.0): term()\nfinally:\n    term()\n    time.sleep(3600)",
+    "caught": "try:\n    with heed_signals(1.0): term()\n"
+    "except SystemExit: pass\nwith heed_signals(300.0): time.sleep(3600)",
+    "at exit": "atexit.register(time.sleep, 3600)\nwith heed_signals(1.0): term()",
 }
 
 
 def test_whatever_has_been_left_the_process_ends_in_time() -> None:
-    begin = "import atexit, os, signal, time\nfrom nrl.runtime.preemption import heeded\n"
+    begin = "import atexit, os, signal, time\nfrom nrl.runtime.preemption import heed_signals\n"
     term = "def term() -> None: os.kill(os.getpid(), signal.SIGTERM)\n"
     for name, done in ends(begin, {name: begin + term + block for name, block in BLOCKS.items()}, 250).items():
         assert done.status == 143, name
@@ -427,16 +428,17 @@ def test_whatever_has_been_left_the_process_ends_in_time() -> None:
 
 _CLOSES = "time.sleep(1.5); print('saved')"  # after more than the time of a program that saves nothing
 SAVING = {
-    "saves": f"with heeded(600.0):\n    try: term()\n    finally: save(folder / '1', 0, {{'x': 1}}); {_CLOSES}",
-    "has saved": f"save(folder / '2', 0, {{'x': 1}})\nwith heeded(600.0):\n    try: term()\n    finally: {_CLOSES}",
-    "saves nothing": "with heeded(600.0):\n    try: term()\n    finally: time.sleep(3600)",
+    "saves": f"with heed_signals(600.0):\n    try: term()\n    finally: save(folder / '1', 0, {{'x': 1}}); {_CLOSES}",
+    "has saved": f"save(folder / '2', 0, {{'x': 1}})\n"
+    f"with heed_signals(600.0):\n    try: term()\n    finally: {_CLOSES}",
+    "saves nothing": "with heed_signals(600.0):\n    try: term()\n    finally: time.sleep(3600)",
 }
 
 
 def test_a_program_that_saves_without_steps_has_the_whole_time(tmp_path: Path) -> None:
     begin = (
         "import os, signal, time\nfrom pathlib import Path\nfrom nrl.run.checkpoint import save\n"
-        "from nrl.runtime import preemption\nfrom nrl.runtime.preemption import heeded\n"
+        "from nrl.runtime import preemption\nfrom nrl.runtime.preemption import heed_signals\n"
         f"preemption._CLOSING, folder = 1.0, Path({str(tmp_path)!r})\n"
         "def term() -> None: os.kill(os.getpid(), signal.SIGTERM)\n"
     )

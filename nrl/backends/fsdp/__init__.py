@@ -19,7 +19,7 @@ from nrl.runtime import Layout, Mesh, Slots, as_mesh
 
 __all__ = ["trainer"]
 
-_NUMBERS = itertools.count(1)  # so that errors can tell trainers apart
+_NUMBERS = itertools.count(1)  # Errors name the trainer by its number.
 
 
 @checked("fsdp.trainer")
@@ -37,36 +37,36 @@ def trainer(
     device: str | torch.device | None = None,
     layout: Layout | None = None,
 ) -> Trainer:
-    """A trainer for any Hugging Face causal language model.
+    """Make a trainer for any Hugging Face causal language model.
 
     In a mesh of several processes the model, its gradients and its optimizer are sharded by ``fully_shard`` along dp.
 
     Args:
         place: a mesh, or slots, which become a mesh with all of them along dp.
-        model: what to train: its weights, or its adapter if it has ``lora``. Under ``dtype="bfloat16"`` weights and
-            moments stay in float32 and it computes in bfloat16.
+        model: its weights are trained, or its adapter if it has ``lora``. Under ``dtype="bfloat16"`` weights and
+            moments stay in float32, and the computation is in bfloat16.
         optimizer: `adamw`, `sgd`, `muon` or one's `own`, with its schedule, clipping and groups.
         max_tokens: bound on the tokens of a micro-batch, padding counted; a longer row is an error.
-        packing: how rows are laid out flat: as `nrl.Rectangles`, or as `nrl.Sequences`, which have no padding at all,
-            and which a GPU takes in bfloat16 whichever is asked for; None: the model's own padded forward.
-        checkpointing: recompute activations in the backward pass, layer by layer, which saves memory: all of a layer
-            but its input; or ``"selective"``: all but its input, its attention and its narrow products.
+        packing: the flat layout of rows: `nrl.Rectangles`, or `nrl.Sequences`, without padding, which a GPU always
+            uses in bfloat16; None: the model's own padded forward.
+        checkpointing: recompute activations in the backward pass, layer by layer, to save memory: all of a layer but
+            its input; or ``"selective"``: all but its input, its attention and its narrow products.
         compile: compile the layers with ``torch.compile``; the first step takes longer.
         offload: ``"cpu"``: keep parameters, gradients and moments on the host, where the optimizer then steps; each
             layer goes to the device when it computes. See docs/memory.md.
-        deterministic: let torch take kernels that give the same bits each time, in each process of the mesh, and refuse
-            operations that have none; slower. On the local cluster that is this process. See docs/determinism.md.
+        deterministic: let torch use deterministic kernels, in each process of the mesh, and refuse operations without
+            one; slower. On the local cluster this sets the mode of this process. See docs/determinism.md.
         device: ``"cpu"``, ``"cuda"``; None: a GPU if there is one.
-        layout: of the mesh that slots become; on processes dp is all that this backend knows.
+        layout: of the mesh made of slots; this backend has the axis dp alone.
 
     Returns:
         A `Trainer`.
 
     Raises:
-        ModelError: the model cannot be loaded, or computes something that packed rows cannot (on ``init`` or ``load``);
-            or a group of the optimizer fits no weight, or one's own optimizer cannot be used (on ``init``).
+        ModelError: the model cannot be loaded, or needs a computation that packed rows do not have (on ``init`` or
+            ``load``); or a group of the optimizer fits no weight, or one's own optimizer is unusable (on ``init``).
         PlacementError: the slots cannot make the mesh, or its layout has other axes than dp.
-        ConfigError: the environment sets CUBLAS_WORKSPACE_CONFIG to what is not deterministic.
+        ConfigError: the environment sets CUBLAS_WORKSPACE_CONFIG to a value that is not deterministic.
 
     >>> import nrl
     >>> from nrl import tiny
@@ -107,17 +107,17 @@ def _make_engine(
     device: str | torch.device | None,
     alone: bool,
 ) -> TrainEngine[Any, Any]:
-    """In a process of the mesh, which may be the mesh's alone."""
+    """Make an engine in a process of the mesh; ``alone`` says that the process belongs to the mesh."""
     from nrl.backends.fsdp.torch_engine import TorchEngine
     from nrl.backends.training.determinism import make_deterministic
     from nrl.backends.training.device_metrics import device_of
-    from nrl.backends.training.layout.packed_attention import packing_on
+    from nrl.backends.training.layout.packed_attention import choose_packing
     from nrl.runtime import cuda_allocator, process
 
     where = device_of("fsdp.trainer", device)
     if alone and where.type == "cuda":  # engines of vLLM, which may lie in the driver's process, refuse them
-        cuda_allocator.grow()
-    packing = packing_on(where, packing, model.dtype, "fsdp.trainer")
+        cuda_allocator.use_expandable_segments()
+    packing = choose_packing(where, packing, model.dtype, "fsdp.trainer")
     if deterministic:
         make_deterministic()
     return TorchEngine(model, optimizer, packing, checkpointing, compile, where, process().device_mesh, offload)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nrl.backends.training.layout.packed_attention import OverRectangles, OverSequences
+from nrl.backends.training.layout.packed_attention import RectangleAttention, SequenceAttention
 from nrl.errors import ModelError
 
 __all__ = ["NAME", "register_attention"]
@@ -35,7 +35,7 @@ def _attend(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    nrl_attention: OverRectangles | OverSequences | None = None,
+    nrl_attention: RectangleAttention | SequenceAttention | None = None,
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from nrl.backends.models.moe_routers import routers
-from nrl.backends.training.collectives import Peers
+from nrl.backends.training.collectives import ProcessGroup
 from nrl.backends.training.expert_load import balance
 from nrl.batch.metrics import Metrics
 
-__all__ = ["Loads", "counting"]
+__all__ = ["ExpertLoads", "count_loads"]
 
 
-class Loads:
-    """Counts, by router, what it chooses for the tokens of the micro-batch that is under way; nothing waits for it."""
+class ExpertLoads:
+    """Counts of the choices of each router for the tokens of the current micro-batch; nothing waits for them."""
 
     def __init__(self) -> None:
         self.reads: Tensor | None = None
@@ -30,25 +30,25 @@ class Loads:
             return
         logits, _, chosen = outputs
         load = self._found.setdefault(name, logits.new_zeros(logits.shape[-1], dtype=torch.float32))
-        each = self.reads.to(torch.float32)[:, None].expand(chosen.shape)
-        load.index_add_(0, chosen.flatten(), each.flatten())
+        reads = self.reads.to(torch.float32)[:, None].expand(chosen.shape)
+        load.index_add_(0, chosen.flatten(), reads.flatten())
 
     def clear(self) -> None:
         """Count from zero."""
         self._found = {}
 
-    def metrics(self, peers: Peers) -> Metrics:
+    def metrics(self, peers: ProcessGroup) -> Metrics:
         """The balance of all processes; a collective, if the model has experts."""
         if not self._found:
             return {}
-        each = peers.gather(torch.stack(list(self._found.values())).cpu())
-        return balance(torch.stack(each).sum(0))
+        gathered = peers.gather(torch.stack(list(self._found.values())).cpu())
+        return balance(torch.stack(gathered).sum(0))
 
 
 @contextmanager
-def counting(module: nn.Module) -> Iterator[Loads]:
+def count_loads(module: nn.Module) -> Iterator[ExpertLoads]:
     """Count the choices of a model's routers while the block runs."""
-    loads = Loads()
+    loads = ExpertLoads()
     hooks = [router.register_forward_hook(partial(loads.add, name)) for name, router in routers(module).items()]
     try:
         yield loads

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["guarded", "layers", "outside_cast", "round_layers"]
+__all__ = ["cast_outside_layers", "layers", "restore_weights_after", "round_layers"]
 
 type _Masters = list[tuple[dict[str, Any], str, Any]]
 _ONE_AT_A_TIME = threading.RLock()
@@ -37,7 +37,7 @@ def round_layers(module: nn.Module, dtype: torch.dtype, compiled: bool = False) 
         compiled: whether layers are compiled, which leaves the casts out: they name the weights of one layer, and torch
             would compile them anew for each.
     """
-    begin, end = (torch.compiler.disable(each) if compiled else each for each in (partial(_begin, dtype), _end))
+    begin, end = (torch.compiler.disable(hook) if compiled else hook for hook in (partial(_begin, dtype), _end))
     module.nrl_rounds = True  # type: ignore[assignment]
     for layer in layers(module):
         layer.register_forward_pre_hook(begin)
@@ -45,8 +45,8 @@ def round_layers(module: nn.Module, dtype: torch.dtype, compiled: bool = False) 
 
 
 @contextlib.contextmanager
-def guarded(module: nn.Module) -> Iterator[None]:
-    """After the block the weights are there again, also after an interrupt; one thread at a time is in such a block.
+def restore_weights_after(module: nn.Module) -> Iterator[None]:
+    """Restore the weights after the block, also after an interrupt; one thread at a time runs such a block.
 
     torch calls the hooks of a layer after an error, but not after a ``KeyboardInterrupt``. For a model that
     `round_layers` has not changed nothing is done.
@@ -63,7 +63,7 @@ def guarded(module: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def outside_cast(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+def cast_outside_layers(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Cast the weights outside of layers inside of the block, tied ones once."""
     inside = {id(part) for layer in layers(module) for part in layer.modules()}
     masters = _cast([part for part in module.modules() if id(part) not in inside], dtype)
@@ -83,23 +83,23 @@ def _begin(dtype: torch.dtype, layer: Any, args: Any) -> None:
     layer.nrl_masters = _cast(list(layer.modules()), dtype)
     if (checkpoint := layer.__dict__.get("_gradient_checkpointing_func")) is not None:
         layer.nrl_masters.append((layer.__dict__, "_gradient_checkpointing_func", checkpoint))
-        layer._gradient_checkpointing_func = partial(_checkpointed, dtype, layer, checkpoint)
+        layer._gradient_checkpointing_func = partial(_checkpoint_cast, dtype, layer, checkpoint)
 
 
-def _checkpointed(
+def _checkpoint_cast(
     dtype: torch.dtype, layer: Any, checkpoint: Callable[..., Any], fn: Callable[..., Any], *args: Any
 ) -> Any:
-    """Checkpoint a function that casts the weights itself, since it has to do the same when it is called again."""
+    """Checkpoint a function with its own casts of the weights, for the second call in the backward pass."""
 
-    def rounded(*given: Any) -> Any:
+    def call_cast(*inputs: Any) -> Any:
         _end(layer)
         masters = _cast(list(layer.modules()), dtype)
         try:
-            return fn(*given)
+            return fn(*inputs)
         finally:
             _restore(masters)
 
-    return checkpoint(rounded, *args)
+    return checkpoint(call_cast, *args)
 
 
 def _end(layer: Any, args: Any = None, output: Any = None) -> None:
@@ -107,17 +107,17 @@ def _end(layer: Any, args: Any = None, output: Any = None) -> None:
 
 
 def _cast(parts: list[nn.Module], dtype: torch.dtype) -> _Masters:
-    """Put casts of the parameters in their places; returns what was there."""
-    found: _Masters = [
+    """Replace parameters by casts; return the replaced ones."""
+    masters: _Masters = [
         (part._parameters, name, x)
         for part in parts
         for name, x in part._parameters.items()
         if x is not None and x.is_floating_point()
     ]
-    casts = {id(x): x.to(dtype) for _, _, x in found}
-    for parameters, name, x in found:
+    casts = {id(x): x.to(dtype) for _, _, x in masters}
+    for parameters, name, x in masters:
         parameters[name] = casts[id(x)]
-    return found
+    return masters
 
 
 def _restore(masters: _Masters) -> None:

@@ -19,14 +19,14 @@ from nrl.backends.training.optim.stochastic_rounding import RoundedAdamW
 from nrl.backends.training.saving.storage import KEYS
 from nrl.errors import ModelError
 
-__all__ = ["Together", "TorchOptimizer", "build_optimizer", "optimizer_kind"]
+__all__ = ["OptimizerGroup", "TorchOptimizer", "build_optimizer", "optimizer_kind"]
 
 
-class Together:
-    """Several torch optimizers as one, each with parameters of its own.
+class OptimizerGroup:
+    """A group of torch optimizers that act as one, each with its own parameters.
 
     Args:
-        optimizers: which step one after the other. From then on they share their state.
+        optimizers: step one after the other. From then on they share their state.
     """
 
     def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
@@ -37,99 +37,104 @@ class Together:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of all."""
+        """The parameter groups of all optimizers."""
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def step(self) -> None:
-        """A step of each."""
+        """Take a step of each optimizer."""
         for optimizer in self._optimizers:
             optimizer.step()
 
 
 _KEEPS = {"adamw": KEYS, "muon": ("momentum_buffer",), "sgd": ("momentum_buffer",), "own": None}
-"""What each keeps of a parameter; what one's own keeps is not known."""
+"""The state that each kind keeps of a parameter; unknown for one's own optimizer."""
 
-type TorchOptimizer = torch.optim.Optimizer | Together
+type TorchOptimizer = torch.optim.Optimizer | OptimizerGroup
 
 
 def build_optimizer(spec: Optimizer, module: nn.Module) -> TorchOptimizer:
-    """A fresh optimizer of the trained parameters of a model, sharded or not.
+    """Make a fresh optimizer of the trained parameters of a model, sharded or not.
 
     Raises:
         ModelError: a group fits no trained weight, or one's own optimizer cannot be used.
     """
-    trained = {name: p for name, p in _named(module).items() if p.requires_grad}
+    trained = {name: p for name, p in _name_parameters(module).items() if p.requires_grad}
     for group in spec.groups:
         if not any(fnmatchcase(name, group.names) for name in trained):
             raise ModelError(
                 f"trainer.init: no trained weight has a name like '{group.names}', which a group of the optimizer asks "
                 f"for; there are {a_few(trained)}"
             )
-    for_muon, for_other = _groups(spec, trained, _outside(module))
+    for_muon, for_other = _split_groups(spec, trained, _make_outside_test(module))
     match spec.kind:
         case "own":
-            return _own(spec, for_other)
+            return _make_own(spec, for_other)
         case "sgd":
             return torch.optim.SGD(for_other, lr=spec.lr, momentum=spec.momentum or 0.0, nesterov=bool(spec.nesterov))
         case "muon" if for_muon:
-            several: list[torch.optim.Optimizer] = [_muon(spec, for_muon, module)]
-            return Together(*several, *([_adamw(spec, for_other)] if for_other else []))
-    return _adamw(spec, for_other)
+            optimizers: list[torch.optim.Optimizer] = [_make_muon(spec, for_muon, module)]
+            return OptimizerGroup(*optimizers, *([_make_adamw(spec, for_other)] if for_other else []))
+    return _make_adamw(spec, for_other)
 
 
 def optimizer_kind(spec: Optimizer, optimizer: TorchOptimizer) -> str:
-    """Whose state a checkpoint has."""
+    """Return the name of the optimizer whose state a checkpoint has."""
     return f"own, {type(optimizer).__name__}" if spec.kind == "own" else spec.kind
 
 
-def _adamw(spec: Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def _make_adamw(spec: Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     if spec.moments == "bfloat16":
         return RoundedAdamW(groups, spec.lr, spec.betas, spec.eps, _rank(groups))
     return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True)
 
 
 def _rank(groups: list[dict[str, Any]]) -> int:
-    """Of this process, of those that share the parameters."""
+    """Return the rank of this process among the processes that share the parameters."""
     first = groups[0]["params"][0]
     return first.device_mesh.get_local_rank() if isinstance(first, DTensor) else 0
 
 
-def _muon(spec: Optimizer, groups: list[dict[str, Any]], module: nn.Module) -> Muon:
-    given = {"momentum": spec.momentum, "nesterov": spec.nesterov, "scale": spec.scale, "precision": spec.precision}
-    options: Any = {name: value for name, value in given.items() if value is not None}
-    names = {id(p): name for name, p in _named(module).items()}
-    return Muon(groups, spec.lr, matrices=partial(_matrices, names, sharding.parts(module)), **options)
+def _make_muon(spec: Optimizer, groups: list[dict[str, Any]], module: nn.Module) -> Muon:
+    fields = {"momentum": spec.momentum, "nesterov": spec.nesterov, "scale": spec.scale, "precision": spec.precision}
+    options: Any = {name: value for name, value in fields.items() if value is not None}
+    names = {id(p): name for name, p in _name_parameters(module).items()}
+    return Muon(groups, spec.lr, matrices=partial(_split_matrices, names, sharding.find_parts(module)), **options)
 
 
-def _matrices(names: Mapping[int, str], found: weight_layout.Parts, parameter: Tensor, tensor: Tensor) -> list[Tensor]:
-    """The matrices of files in a tensor that is like a parameter."""
-    return [piece.tensor for piece in weight_layout.cut([sharding.piece(names[id(parameter)], tensor)], found)]
+def _split_matrices(
+    names: Mapping[int, str], parts: weight_layout.Parts, parameter: Tensor, tensor: Tensor
+) -> list[Tensor]:
+    """Return the matrices of files in a tensor that is like a parameter."""
+    return [
+        piece.tensor
+        for piece in weight_layout.split_for_files([sharding.local_shard(names[id(parameter)], tensor)], parts)
+    ]
 
 
-def _named(module: nn.Module) -> dict[str, nn.Parameter]:
+def _name_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {weight_name(name): parameter for name, parameter in module.named_parameters()}
 
 
-def _outside(module: Any) -> Callable[[str, nn.Parameter], bool]:
-    """Whether a parameter is outside of hidden layers: of embeddings or of the head."""
+def _make_outside_test(module: Any) -> Callable[[str, nn.Parameter], bool]:
+    """Return a test of whether a parameter is outside the hidden layers: of embeddings or of the head."""
     head = module.get_output_embeddings()
     tables = [part for part in module.modules() if isinstance(part, nn.Embedding)]
     weights = {id(part.weight) for part in (*tables, *([] if head is None else [head]))}
     return lambda name, parameter: is_head(name) or id(parameter) in weights
 
 
-def _groups(
+def _split_groups(
     spec: Optimizer, trained: Mapping[str, nn.Parameter], outside: Callable[[str, nn.Parameter], bool]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Groups for Muon, and for another optimizer."""
-    found: tuple[dict[Any, list[nn.Parameter]], ...] = {}, {}
+    """Split the trained parameters into groups for Muon and groups for another optimizer."""
+    grouped: tuple[dict[Any, list[nn.Parameter]], ...] = {}, {}
     for name, parameter in trained.items():
         group = next((group for group in spec.groups if fnmatchcase(name, group.names)), Group("*"))
         decay = group.weight_decay
         if decay is None and spec.kind != "own":
             decay = spec.weight_decay if parameter.ndim > 1 else 0.0
-        for_muon = spec.kind == "muon" and group.muon and _hidden(parameter.shape) and not outside(name, parameter)
-        found[0 if for_muon else 1].setdefault((group.factor, decay), []).append(parameter)
+        for_muon = spec.kind == "muon" and group.muon and _is_matrix(parameter.shape) and not outside(name, parameter)
+        grouped[0 if for_muon else 1].setdefault((group.factor, decay), []).append(parameter)
     keep = _KEEPS["muon"], _KEEPS["adamw" if spec.kind == "muon" else spec.kind]
     muon, other = (
         [
@@ -137,17 +142,20 @@ def _groups(
             | ({} if decay is None else {"weight_decay": decay})
             for (factor, decay), parameters in groups.items()
         ]
-        for groups, keeps in zip(found, keep, strict=True)
+        for groups, keeps in zip(grouped, keep, strict=True)
     )
     return muon, other
 
 
-def _hidden(shape: Sequence[int]) -> bool:
-    """A matrix, or a stack of some; kernels of convolutions along time are of length 1 in a dimension, and are none."""
+def _is_matrix(shape: Sequence[int]) -> bool:
+    """Return whether a shape is of a matrix or of a stack of matrices.
+
+    Kernels of convolutions along time have length 1 in a dimension and are no matrices.
+    """
     return len(shape) == 2 or (len(shape) == 3 and min(shape[1:]) > 1)
 
 
-def _own(spec: Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def _make_own(spec: Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     assert spec.make is not None
     _try(spec.make)
     optimizer: torch.optim.Optimizer = spec.make(groups)
@@ -187,8 +195,8 @@ def _try(make: Callable[[Any], Any]) -> None:
     for key, x in optimizer.state[parameter].items():
         tensor = isinstance(x, Tensor) and tuple(x.shape) in ((), (2, 3))
         if not (tensor or x is None or isinstance(x, bool | int | float)) or "." in key:
-            what = f"a tensor of shape {list(x.shape)}" if isinstance(x, Tensor) else f"of type {type(x).__name__}"
+            kind = f"a tensor of shape {list(x.shape)}" if isinstance(x, Tensor) else f"of type {type(x).__name__}"
             raise ModelError(
-                f"own: {name} keeps '{key}', {what}, of a parameter of shape [2, 3]; a checkpoint has tensors of the "
+                f"own: {name} keeps '{key}', {kind}, of a parameter of shape [2, 3]; a checkpoint has tensors of the "
                 "parameter's shape, and numbers, by names without dots"
             )

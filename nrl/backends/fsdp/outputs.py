@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-from nrl.backends.models.moe_routers import replaying
+from nrl.backends.models.moe_routers import replay_routes
 from nrl.backends.models.named_weights import SCORE, head_weight
 from nrl.backends.training.layout import packed_attention
 from nrl.backends.training.layout.microbatch_plan import Outputs, Plan
@@ -35,8 +35,8 @@ def compute(
     if work.places is not None:
         inputs: dict[str, Any] = dict(work.inputs)
         if work.rows is not None:
-            inputs["nrl_attention"] = packed_attention.over(work.rows)
-        with replaying(module, work.routes):
+            inputs["nrl_attention"] = packed_attention.make_attention(work.rows)
+        with replay_routes(module, work.routes):
             last = module.base_model(use_cache=False, **inputs).last_hidden_state
         hidden = last.flatten(0, 1).index_select(0, work.places)
     if getattr(module, SCORE, None) is None:
@@ -45,5 +45,5 @@ def compute(
         values = {"rewards" if "rewards" in needs else "values": numbers(hidden, weight, bias)}
         if "hidden_states" in needs:
             values["hidden_states"] = states(hidden)
-    again = partial(replaying, module, work.routes, again=True)
+    again = partial(replay_routes, module, work.routes, again=True)
     return Outputs(values, work.source, work.shape, again)

@@ -32,7 +32,7 @@ def check(module: Any, packing: Packing | None, *, head: bool) -> None:
 
     Args:
         module: the model; its parameters need not take memory, and are not read.
-        packing: the form of rows; None: they are not packed.
+        packing: the form of rows; None: rows are padded.
         head: whether it is a head of words, whose logits are not computed.
 
     Raises:
@@ -52,10 +52,10 @@ def check_positions(module: Any) -> None:
     Raises:
         ModelError: the config has dynamic or longrope positions.
     """
-    found = _rope_types(getattr(module.config, "rope_parameters", None)) & {"dynamic", "longrope"}
-    if found:
+    dynamic = _rope_types(getattr(module.config, "rope_parameters", None)) & {"dynamic", "longrope"}
+    if dynamic:
         raise ModelError(
-            f"{type(module).__name__}: its '{found.pop()}' positions depend on the longest row of a micro-batch, so "
+            f"{type(module).__name__}: its '{dynamic.pop()}' positions depend on the longest row of a micro-batch, so "
             "that a row's log-probabilities would depend on its neighbours; set rope_parameters to another type"
         )
 
@@ -63,15 +63,15 @@ def check_positions(module: Any) -> None:
 def _rope_types(parameters: Any) -> set[str]:
     if not isinstance(parameters, Mapping):
         return set()
-    own = {str(parameters.get("rope_type", "default"))}
-    return own.union(*map(_rope_types, parameters.values()))
+    kinds = {str(parameters.get("rope_type", "default"))}
+    return kinds.union(*map(_rope_types, parameters.values()))
 
 
 def check_head(module: Any) -> None:
     """Compare the model's logits with those of its head alone, on large hidden states, which show caps and scales.
 
     Raises:
-        ModelError: they differ, so fused log-probabilities would be wrong; or the model has no linear head.
+        ModelError: the logits differ: fused log-probabilities would be wrong; or the model has no linear head.
     """
     hidden: list[Tensor] = []
 
@@ -109,28 +109,28 @@ def check_packing(module: Any, packing: Packing) -> None:
         packing: the form of the rows.
 
     Raises:
-        ModelError: they differ: some layer looks across rows, or does not use the attention that it should.
+        ModelError: the states differ: a layer looks across rows, or does not use the attention of packed rows.
     """
     rows = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8], [1, 2, 5, 6], [1, 2, 3, 9]]) % module.config.vocab_size
     module.eval()
     with torch.no_grad():
-        own = module.base_model(input_ids=rows, use_cache=False).last_hidden_state.flatten(0, 1)
+        expected = module.base_model(input_ids=rows, use_cache=False).last_hidden_state.flatten(0, 1)
         module.set_attn_implementation(attention.register_attention())
-        found = []
+        packed_states = []
         for share in (False, True):
             tokens = pack(TensorDict({"input_ids": rows}, batch_size=[len(rows)]), packing=packing, share=share)
             hidden = module.base_model(
                 input_ids=tokens.input_ids[None],
                 position_ids=tokens.position_ids[None],
                 use_cache=False,
-                nrl_attention=packed_attention.over(tokens.rows),
+                nrl_attention=packed_attention.make_attention(tokens.rows),
             ).last_hidden_state[0]
-            found.append(hidden[tokens.place])
-    packed = max(found, key=lambda hidden: float((own - hidden).abs().max()))
-    if not all(_alike(own, hidden) for hidden in found):
+            packed_states.append(hidden[tokens.place])
+    packed = max(packed_states, key=lambda hidden: float((expected - hidden).abs().max()))
+    if not all(_alike(expected, hidden) for hidden in packed_states):
         raise ModelError(
             f"{type(module).__name__}: packed rows give hidden states that differ from the model's own by up to "
-            f"{float((own - packed).abs().max()):.3g}; it has parts that look across rows. Use "
+            f"{float((expected - packed).abs().max()):.3g}; it has parts that look across rows. Use "
             "fsdp.trainer(..., packing=None)"
         )
 

@@ -1,4 +1,4 @@
-"""What the torch engine stores of a model and its optimizer, by the names of `nrl.backends.training.saving.storage`."""
+"""The stored state of the torch engine, model and optimizer, by the names of `nrl.backends.training.saving.storage`."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -12,12 +12,12 @@ from nrl.backends.fsdp import sharding
 from nrl.backends.fsdp.optimizer import TorchOptimizer
 from nrl.backends.models import weight_layout
 from nrl.backends.models.named_weights import a_few, named_tensors, weight_name
-from nrl.backends.models.shards import whole
+from nrl.backends.models.shards import full_shard
 from nrl.backends.training.saving.storage import KEYS, MODEL, MOMENTS, NUMBER
 from nrl.backends.types import Piece
 from nrl.errors import CheckpointError
 
-__all__ = ["fresh_state", "pieces", "shapes", "with_numbers"]
+__all__ = ["fresh_state", "pieces", "shapes", "unwrap_numbers"]
 
 type _Wanted = Callable[[str], bool] | None
 
@@ -25,74 +25,78 @@ type _Wanted = Callable[[str], bool] | None
 def pieces(
     module: nn.Module,
     optimizer: TorchOptimizer | None,
-    piece: Callable[[str, Tensor], Piece],
-    wanted: _Wanted = None,
+    make_piece: Callable[[str, Tensor], Piece],
+    is_wanted: _Wanted = None,
 ) -> Iterator[Piece]:
-    """A model's tensors, tied weights once, and an optimizer's state, by the names that files have.
+    """Yield a model's tensors, tied weights once, and an optimizer's state, by the names that files have.
 
     Args:
         module: the model.
         optimizer: of its parameters; None: the model alone.
-        piece: makes a piece of a tensor with a name.
-        wanted: whether a weight of this name is stored; None: all are.
+        make_piece: makes a piece of a tensor with a name.
+        is_wanted: whether a weight of this name is stored; None: all are.
     """
-    found = sharding.parts(module)
+    parts = sharding.find_parts(module)
 
-    def cut(prefix: str, name: str, tensor: Tensor, suffix: str = "") -> Iterator[Piece]:
-        for part in weight_layout.cut([piece(name, tensor.detach())], found):
-            yield attrs.evolve(part, name=f"{prefix}{part.name}{suffix}")
+    def split(prefix: str, name: str, tensor: Tensor, suffix: str = "") -> Iterator[Piece]:
+        for block in weight_layout.split_for_files([make_piece(name, tensor.detach())], parts):
+            yield attrs.evolve(block, name=f"{prefix}{block.name}{suffix}")
 
-    for name, tensor in _weights(module, wanted):
-        yield from cut(MODEL, name, tensor)
+    for name, tensor in _weights(module, is_wanted):
+        yield from split(MODEL, name, tensor)
     for name, parameter in _parameters(module) if optimizer is not None else ():
         assert optimizer is not None
         for key, x in _tensors(optimizer.state.get(parameter, {})):
             if x.ndim:
-                yield from cut(MOMENTS, name, x, f".{key}")
+                yield from split(MOMENTS, name, x, f".{key}")
             else:
-                for part in _files(found, name):
-                    yield piece(f"{MOMENTS}{part}.{key}", x)
+                for part in _names_in_files(parts, name):
+                    yield make_piece(f"{MOMENTS}{part}.{key}", x)
 
 
-def shapes(module: nn.Module, wanted: _Wanted = None) -> dict[str, tuple[int, ...]]:
-    """The shapes of a model's weights, by the names that files have."""
-    tensors = {name: whole(name, tensor) for name, tensor in _weights(module, wanted)}
-    return {name: piece.shape for name, piece in weight_layout.in_files(tensors, sharding.parts(module)).items()}
+def shapes(module: nn.Module, is_wanted: _Wanted = None) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model's weights, by the names that files have."""
+    tensors = {name: full_shard(name, tensor) for name, tensor in _weights(module, is_wanted)}
+    return {
+        name: piece.shape for name, piece in weight_layout.map_to_files(tensors, sharding.find_parts(module)).items()
+    }
 
 
-def fresh_state(module: nn.Module, optimizer: TorchOptimizer, there: Mapping[str, Tensor]) -> None:
-    """State of zeros for the parameters of which something is stored, to be filled; then comes `with_numbers`.
+def fresh_state(module: nn.Module, optimizer: TorchOptimizer, stored_tensors: Mapping[str, Tensor]) -> None:
+    """Make a state of zeros for the parameters that have a stored state; fill it, then call `unwrap_numbers`.
 
     Args:
         module: the model.
         optimizer: of its parameters.
-        there: what is stored, without memory, by name.
+        stored_tensors: what is stored, without memory, by name.
 
     Raises:
         CheckpointError: it is of another optimizer.
     """
-    keys, found = defaultdict[str, list[str]](list), sharding.parts(module)
-    for name in there:
+    keys, parts = defaultdict[str, list[str]](list), sharding.find_parts(module)
+    for name in stored_tensors:
         if name.startswith(MOMENTS):
             weight, _, key = name.rpartition(".")
             keys[weight].append(key)
     names = {parameter: name for name, parameter in _parameters(module)}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            weight = f"{MOMENTS}{_files(found, names[parameter])[0]}"
+            weight = f"{MOMENTS}{_names_in_files(parts, names[parameter])[0]}"
             if not (stored := keys.get(weight)):
                 continue
-            known = stored if group.get("keeps") is None else group["keeps"]
-            if others := sorted(set(stored) - set(known)):
+            expected = stored if group.get("keeps") is None else group["keeps"]
+            if unknown := sorted(set(stored) - set(expected)):
                 raise CheckpointError(
-                    f"restore: of the optimizer's state of '{names[parameter]}' the checkpoint has {a_few(others)}, "
-                    f"and here it is {a_few(known)}; leave the weight to the optimizer that it had"
+                    f"restore: of the optimizer's state of '{names[parameter]}' the checkpoint has {a_few(unknown)}, "
+                    f"and here it is {a_few(expected)}; leave the weight to the optimizer that it had"
                 )
-            like = {key: there.get(f"{weight}.{key}", torch.empty(())) for key in known}  # the reader says what is lost
+            like = {
+                key: stored_tensors.get(f"{weight}.{key}", torch.empty(())) for key in expected
+            }  # the reader says what is lost
             optimizer.state[parameter] = {key: _zeros(key, x, parameter, group) for key, x in like.items()}
 
 
-def with_numbers(optimizer: TorchOptimizer) -> None:
+def unwrap_numbers(optimizer: TorchOptimizer) -> None:
     """Let what was stored as a number be one again."""
     for state in optimizer.state.values():
         for key in [key for key in state if key.endswith(NUMBER)]:
@@ -105,8 +109,8 @@ def _zeros(key: str, stored: Tensor, parameter: Tensor, group: Mapping[str, Any]
         if group["keeps"] == KEYS:  # the configuration says in which dtype AdamW keeps its moments
             dtype = group.get("moments", parameter.dtype)
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-    there = group.get("fused") or group.get("capturable")  # as torch itself loads them
-    return torch.zeros((), dtype=stored.dtype, device=parameter.device if there else "cpu")
+    on_device = group.get("fused") or group.get("capturable")  # torch's own load does the same.
+    return torch.zeros((), dtype=stored.dtype, device=parameter.device if on_device else "cpu")
 
 
 def _tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -117,14 +121,14 @@ def _tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
             yield key + NUMBER, torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else None)
 
 
-def _files(found: weight_layout.Parts, name: str) -> list[str]:
-    """What files call the weights that a model's weight is made of."""
-    return [part.name for part in found.get(name, ())] or [name]
+def _names_in_files(parts: weight_layout.Parts, name: str) -> list[str]:
+    """Return the names in files of the weights that a model's weight consists of."""
+    return [part.name for part in parts.get(name, ())] or [name]
 
 
 def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((weight_name(name), parameter) for name, parameter in module.named_parameters())
 
 
-def _weights(module: nn.Module, wanted: _Wanted) -> Iterator[tuple[str, Tensor]]:
-    return ((name, tensor) for name, tensor in named_tensors(module) if wanted is None or wanted(name))
+def _weights(module: nn.Module, is_wanted: _Wanted) -> Iterator[tuple[str, Tensor]]:
+    return ((name, tensor) for name, tensor in named_tensors(module) if is_wanted is None or is_wanted(name))

@@ -19,30 +19,30 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nrl.algos import Loss, name_of, needed
 from nrl.backends.fsdp import attention, mixed_precision, self_test, sharding, state_dict
-from nrl.backends.fsdp.expert_load_hooks import Loads, counting
+from nrl.backends.fsdp.expert_load_hooks import ExpertLoads, count_loads
 from nrl.backends.fsdp.optimizer import TorchOptimizer, build_optimizer, optimizer_kind
 from nrl.backends.fsdp.outputs import compute
 from nrl.backends.fsdp.torch_state import TorchParams, TorchState
 from nrl.backends.models import loading, lora, weight_layout
 from nrl.backends.models.exporting import export_weights
-from nrl.backends.models.lazy_weights import Unread
+from nrl.backends.models.lazy_weights import LazyModel
 from nrl.backends.models.model_files import save_beside
 from nrl.backends.models.moe_routers import sizes
 from nrl.backends.models.named_weights import head_weight
 from nrl.backends.training.activation_checkpoint import Checkpointing, options_of
-from nrl.backends.training.adapters import Adapter, params_of
-from nrl.backends.training.collectives import HeldError, Peers
+from nrl.backends.training.adapters import AdapterParams, params_of
+from nrl.backends.training.collectives import DeferredError, ProcessGroup
 from nrl.backends.training.flops import cost
-from nrl.backends.training.layout.h2d import to_device
-from nrl.backends.training.layout.microbatch_plan import Outputs, Plan, left_out_of, plan, read_by, with_outputs
-from nrl.backends.training.loss.mask_probe import Curious
-from nrl.backends.training.loss.step_sums import IDLE, StepSums, check_norm, evened, step_metrics
+from nrl.backends.training.layout.h2d import copy_to_device
+from nrl.backends.training.layout.microbatch_plan import Outputs, Plan, find_skipped, output_mask, plan, read_mask
+from nrl.backends.training.loss.mask_probe import MaskProbe
+from nrl.backends.training.loss.step_sums import IDLE, StepSums, check_norm, even_out, step_metrics
 from nrl.backends.training.optim.optimizers import Optimizer, set_learning_rate
 from nrl.backends.training.outputs.output_heads import LARGE, PROVIDES, widths
-from nrl.backends.training.router_replay import where_routed
+from nrl.backends.training.router_replay import require_routes
 from nrl.backends.training.saving import storage
-from nrl.backends.training.saving.save_plan import ToSave
-from nrl.backends.training.weight_stream import written_whole
+from nrl.backends.training.saving.save_plan import SavePlan
+from nrl.backends.training.weight_stream import write_full_weights
 from nrl.backends.types import Model, Piece
 from nrl.batch import Batch
 from nrl.batch.metrics import Metrics
@@ -51,16 +51,16 @@ from nrl.errors import ModelError
 from nrl.files import Folder
 from nrl.log import waiting
 from nrl.runtime.intraop import fit_threads
-from nrl.runtime.mesh.offload import FROZEN, rest, wake
+from nrl.runtime.mesh.offload import FROZEN, offload_value, onload_value
 
 __all__ = ["TorchEngine"]
 
 
-type _Source = Callable[..., Unread | None]
+type _Source = Callable[..., LazyModel | None]
 
 
-def _nothing(name: str) -> Tensor:
-    """Reads nothing: all parameters are there."""
+def _read_nothing(name: str) -> Tensor:
+    """Read nothing: all parameters have values."""
     raise KeyError(name)
 
 
@@ -70,7 +70,7 @@ class TorchEngine:
 
     With a ``mesh``, each of its processes makes an engine, and all processes call every method together, with
     micro-batches of their own (possibly none) and otherwise the same arguments. A mesh of one process changes nothing.
-    Weights come from ``source``: `lora.unread` reads a model's own, and `lora.unfilled` leaves them as they are.
+    Weights come from ``source``: `lora.build_lazy` reads a model's own, and `lora.build_without_weights` reads nothing.
 
     Raises:
         PlacementError: the mesh has no axis ``dp``, or is larger than 1 along another one.
@@ -84,18 +84,18 @@ class TorchEngine:
     device: torch.device
     mesh: DeviceMesh | None = None
     offload: Literal["cpu"] | None = None
-    source: _Source = lora.unread
-    _peers: Peers = attrs.field(
-        default=attrs.Factory(lambda self: Peers(self._axis()), takes_self=True), init=False, repr=False
+    source: _Source = lora.build_lazy
+    _peers: ProcessGroup = attrs.field(
+        default=attrs.Factory(lambda self: ProcessGroup(self._find_axis()), takes_self=True), init=False, repr=False
     )
-    _curious: Curious = attrs.field(factory=Curious, init=False, repr=False, eq=False)
+    _mask_probe: MaskProbe = attrs.field(factory=MaskProbe, init=False, repr=False, eq=False)
     _probed: set[tuple[str, str]] = attrs.field(factory=set, init=False, repr=False, eq=False)
-    """The classes and configs of models that it computes rightly."""
+    """The classes and configs of models that passed the self-test."""
 
-    def _axis(self) -> DeviceMesh | None:
-        """The processes that share a model; of a process alone, itself where its model is on the host."""
-        found = sharding.axis(self.mesh)
-        return sharding.alone(self.device) if found is None and self.offload else found
+    def _find_axis(self) -> DeviceMesh | None:
+        """Return the mesh of the processes that share a model; for offload, one process has a mesh, too."""
+        axis = sharding.axis(self.mesh)
+        return sharding.single_process_mesh(self.device) if axis is None and self.offload else axis
 
     @property
     def provides(self) -> frozenset[str]:
@@ -113,207 +113,219 @@ class TorchEngine:
         return widths(head_weight(lora.skeleton(self.model))[0], self.provides)
 
     def init(self) -> TorchState:
-        """A fresh train state."""
+        """Make a fresh train state."""
         module = self._make(self.model)
         return TorchState(module, build_optimizer(self.optimizer, module), 0)
 
-    def receive(self, state: TorchState) -> lora.Receiving:
+    def receive(self, state: TorchState) -> lora.LoraReceiver:
         """Replace the weights of a fresh train state."""
         module = state.module
-        return lora.Receiving(
-            lambda wanted: sharding.own(module, lora.some(module, wanted)), partial(lora.clear, module), "trainer.init"
+        return lora.LoraReceiver(
+            lambda wanted: sharding.local_shards(module, lora.select_weights(module, wanted)),
+            partial(lora.clear, module),
+            "trainer.init",
         )
 
     def params(self, state: TorchState) -> nn.Module:
-        """The module inside of a train state."""
+        """Return the module inside a train state."""
         return state.module
 
-    def adapter(self, params: TorchParams) -> Adapter[nn.Module]:
-        """The adapter of a module."""
-        return Adapter(params_of(params))
+    def adapter(self, params: TorchParams) -> AdapterParams[nn.Module]:
+        """Return the adapter of a module."""
+        return AdapterParams(params_of(params))
 
     def load(self, source: str | None) -> nn.Module:
-        """A frozen module."""
+        """Load a frozen module."""
         model = self.model if source is None else attrs.evolve(self.model, source=source, lora=None)
         return self._make(model, frozen=True)
 
     def freeze(self, params: nn.Module) -> nn.Module:
-        """A frozen copy."""
-        wake(params)
-        if self._peers.alone:
+        """Return a frozen copy."""
+        onload_value(params)
+        if self._peers.is_single:
             module = copy.deepcopy(params).requires_grad_(False)
         else:
-            module = self._ready(sharding.copied(params, self._peers, self._home))
-        return self._frozen(module)
+            module = self._prepare(sharding.copy_frozen(params, self._peers, self._placement))
+        return self._freeze_module(module)
 
     def pieces(self, params: TorchParams) -> Iterator[Piece]:
-        """What this process has of the weights; where an adapter is added to them, all processes iterate together."""
-        mine = partial(sharding.spoken, self._peers)
-        if isinstance(params, Adapter):
+        """Yield this process's parts of the weights; where an adapter is added, all processes iterate together."""
+        mine = partial(sharding.owned_shard, self._peers)
+        if isinstance(params, AdapterParams):
             return lora.adapter(params.params, mine)
-        return weight_layout.cut(lora.merged(params, mine, sharding.whole), sharding.parts(params))
+        return weight_layout.split_for_files(
+            lora.merge_weights(params, mine, sharding.gather_full), sharding.find_parts(params)
+        )
 
     def forward(self, params: nn.Module, microbatches: Iterable[Batch], needs: frozenset[str]) -> Sequence[TensorDict]:
-        """Outputs without gradients, on the CPU."""
-        wake(params)
+        """Compute outputs without gradients, on the CPU."""
+        onload_value(params)
         params.eval()
-        asked = needs | {"top_k_ids", "top_k_logprobs"}
-        parts, _ = evened(self._peers, "forward", microbatches)
-        held, found = HeldError(self._peers), list[Outputs | TensorDict]()
-        every = partial(with_outputs, head=self.model.head)
-        wanted = every if self.model.head == "reward" else where_routed(every)
+        names = needs | {"top_k_ids", "top_k_logprobs"}
+        parts, _ = even_out(self._peers, "forward", microbatches)
+        deferred, results = DeferredError(self._peers), list[Outputs | TensorDict]()
+        all_outputs = partial(output_mask, head=self.model.head)
+        select = all_outputs if self.model.head == "reward" else require_routes(all_outputs)
         large = not needs.isdisjoint(LARGE)
 
-        def fetched(batch: Batch, out: Outputs) -> TensorDict:
-            values = {key: out.scatter(x) for key, x in out.values.items() if key in asked}
+        def fetch(batch: Batch, out: Outputs) -> TensorDict:
+            values = {key: out.scatter(x) for key, x in out.values.items() if key in names}
             return TensorDict(values, batch_size=batch.batch_size).cpu()
 
         with torch.no_grad(), sharding.reset_after(params):
             for batch in parts:
-                work = to_device(self._plan(params, batch, wanted, needs, held), self.device)
-                out = self._outputs(params, work, needs, held)
+                work = copy_to_device(self._plan(params, batch, select, needs, deferred), self.device)
+                out = self._compute_outputs(params, work, needs, deferred)
                 # A device has room for large outputs of one micro-batch; others are fetched when all is computed
-                found.append(fetched(batch, out) if large and batch is not IDLE else out)
-            held.meet("forward")
-        both = zip(parts, found, strict=True)
-        return [fetched(batch, out) if isinstance(out, Outputs) else out for batch, out in both if batch is not IDLE]
+                results.append(fetch(batch, out) if large and batch is not IDLE else out)
+            deferred.gather_or_raise("forward")
+        pairs = zip(parts, results, strict=True)
+        return [fetch(batch, out) if isinstance(out, Outputs) else out for batch, out in pairs if batch is not IDLE]
 
     def train(
         self, state: TorchState, loss: Loss, microbatches: Iterable[Batch], weights: Mapping[str, float]
     ) -> tuple[TorchState, Metrics]:
-        """One optimizer step; either steps once or raises and leaves the state as it was."""
+        """Take one optimizer step, or raise and leave the state as it was."""
         module, optimizer, step = state
         name = name_of(loss)
         for frozen in FROZEN:
-            rest(frozen)
+            offload_value(frozen)
         module.train()
-        with sharding.reset_after(module), counting(module) as loads:
-            compute = partial(self._sums, module, loss, name, weights, loads)
+        with sharding.reset_after(module), count_loads(module) as loads:
+            compute = partial(self._compute_sums, module, loss, name, weights, loads)
 
             def undo() -> None:
                 module.zero_grad(set_to_none=True)
                 loads.clear()
 
-            metrics = self._curious.sums(self._peers, loss, microbatches, compute, undo)
-            norm = self._clipped(module, f"train_step({name})", step)
+            metrics = self._mask_probe.compute_sums(self._peers, loss, microbatches, compute, undo)
+            norm = self._clip_gradient(module, f"train_step({name})", step)
             rate = set_learning_rate(optimizer.param_groups, self.optimizer, step)
             optimizer.step()
             metrics |= step_metrics(norm, rate) | loads.metrics(self._peers)
         return TorchState(module, optimizer, step + 1), metrics
 
-    def _clipped(self, module: nn.Module, who: str, step: int) -> Tensor:
+    def _clip_gradient(self, module: nn.Module, caller: str, step: int) -> Tensor:
         """Clip the gradient, and return its norm before that."""
-        gradients, held = [p.grad for p in module.parameters() if p.grad is not None], HeldError(self._peers)
-        with held.back():
+        gradients, deferred = [p.grad for p in module.parameters() if p.grad is not None], DeferredError(self._peers)
+        with deferred.capture():
             if not gradients:
                 raise ModelError(
-                    f"{who}: no trained parameter has a gradient at optimizer step {step}; nothing was changed. This "
-                    f"happens where another version of torch discards gradients: found is torch {torch.__version__}; "
-                    "install one that nrl's own dependencies admit"
+                    f"{caller}: no trained parameter has a gradient at optimizer step {step}; nothing was changed. "
+                    f"This happens where another version of torch discards gradients: found is torch "
+                    f"{torch.__version__}; install one that nrl's own dependencies admit"
                 )
-        held.meet(who)
-        norm = sharding.whole(torch.nn.utils.get_total_norm(gradients))
-        found = norm.cpu()  # the one wait of a step, beside that for its sums
-        check_norm(who, found, step)
+        deferred.gather_or_raise(caller)
+        norm = sharding.gather_full(torch.nn.utils.get_total_norm(gradients))
+        norm_on_host = norm.cpu()  # the one wait of a step, beside that for its sums
+        check_norm(caller, norm_on_host, step)
         torch.nn.utils.clip_grads_with_norm_(module.parameters(), self.optimizer.clip, norm)
-        return found
+        return norm_on_host
 
-    def _sums(
+    def _compute_sums(
         self,
         module: nn.Module,
         loss: Loss,
         name: str,
         weights: Mapping[str, float],
-        loads: Loads,
+        loads: ExpertLoads,
         microbatches: Sequence[Batch],
         everywhere: bool,
     ) -> Metrics | None:
-        """The sums over the micro-batches of all processes; None: the loss reads outputs that have been left out."""
+        """Compute the sums over the micro-batches of all processes; None: the loss reads outputs that were skipped."""
         needs = needed(loss) | (self.provides & {"logprobs"})
         sums = StepSums(loss, name, weights, self.device, cost=cost(module))
-        held, works, read = HeldError(self._peers), list[Plan](), 0
-        wanted = partial(read_by, head=self.model.head, everywhere=everywhere)
+        deferred, plans, read = DeferredError(self._peers), list[Plan](), 0
+        select = partial(read_mask, head=self.model.head, everywhere=everywhere)
         for batch in microbatches:
-            works.append(self._plan(module, batch, wanted, needs, held))
-            real = batch is not IDLE and held.error is None
-            left_out = left_out_of(batch, wanted(batch), self.model.head) if real else None
-            moved = to_device((works[-1], works[-1].reads, batch if real else None, left_out), self.device)
-            work, loads.reads, rows, left_out = moved
-            out = self._outputs(module, work, needs, held)
+            plans.append(self._plan(module, batch, select, needs, deferred))
+            real = batch is not IDLE and deferred.error is None
+            left_out = find_skipped(batch, select(batch), self.model.head) if real else None
+            on_device = copy_to_device((plans[-1], plans[-1].reads, batch if real else None, left_out), self.device)
+            plan_on_device, loads.reads, rows, left_out = on_device
+            out = self._compute_outputs(module, plan_on_device, needs, deferred)
             gradients, read = None, read + len(out.source)
             if rows is not None and left_out is not None:
-                with held.back():
+                with deferred.capture():
                     outputs = {key: out.scatter(values.detach()) for key, values in out.values.items()}
                     gradients = sums.add(outputs, rows, left_out)
             out.backward(gradients)
-        return sums.over_all(held, microbatches, works, read)
+        return sums.reduce_all(deferred, microbatches, plans, read)
 
     def _plan(
-        self, module: Any, batch: Batch, wanted: Callable[[Batch], Tensor], needs: frozenset[str], held: HeldError
+        self,
+        module: Any,
+        batch: Batch,
+        select: Callable[[Batch], Tensor],
+        needs: frozenset[str],
+        deferred: DeferredError,
     ) -> Plan:
-        words, always = module.get_input_embeddings().num_embeddings, not self._peers.alone
-        with held.back():
-            if held.error is None and batch is not IDLE:
+        words, always = module.get_input_embeddings().num_embeddings, not self._peers.is_single
+        with deferred.capture():
+            if deferred.error is None and batch is not IDLE:
                 routers = sizes(module) if "routes" in batch.keys() else None
                 return plan(
-                    batch, wanted(batch), self.packing, words=words, needs=needs, always=always, routers=routers
+                    batch, select(batch), self.packing, words=words, needs=needs, always=always, routers=routers
                 )
         nothing = torch.zeros_like(IDLE["input_ids"], dtype=torch.bool)  # after an error, computing more is in vain
         return plan(IDLE, nothing, self.packing, words=words, needs=self.provides & {"rewards"}, always=always)
 
-    def _outputs(self, module: Any, work: Plan, needs: frozenset[str], held: HeldError) -> Outputs:
-        return sharding.run(module, lambda: compute(module, work, needs, held.back), self._low)
+    def _compute_outputs(self, module: Any, work: Plan, needs: frozenset[str], deferred: DeferredError) -> Outputs:
+        return sharding.run_gathered(
+            module, lambda: compute(module, work, needs, deferred.capture), self._compute_dtype
+        )
 
     def _make(self, model: Model, frozen: bool = False, source: _Source | None = None) -> nn.Module:
-        """A model with its own weights, or from another source; each process reads its part, where all see the same."""
-        who, held = "trainer.load" if frozen else "trainer.init", HeldError(self._peers)
+        """Build a model with its weights, or from another source; each process reads its part if all see the same."""
+        caller, deferred = "trainer.load" if frozen else "trainer.init", DeferredError(self._peers)
         master = torch.float64 if model.dtype == "float64" else torch.float32
-        first, unread, module = self._peers.rank == 0, None, None
-        with held.back(), nullcontext() if first else suppress(Exception):  # what another lacks, the first one sends
-            unread = (source or self.source)(model, dtype=master)
-        with held.back():
-            if first and held.error is None:
-                module = lora.build(model, dtype=master) if unread is None else unread.module
+        first, lazy, module = self._peers.rank == 0, None, None
+        # The first process sends what another one cannot read.
+        with deferred.capture(), nullcontext() if first else suppress(Exception):
+            lazy = (source or self.source)(model, dtype=master)
+        with deferred.capture():
+            if first and deferred.error is None:
+                module = lora.build(model, dtype=master) if lazy is None else lazy.module
                 self._probe(module)
-        if unread is not None and frozen:
-            unread.module.requires_grad_(False)
-        digests = held.meet(who, None if unread is None else unread.alike())
-        with waiting(f"loading the weights of {loading.called(model)}") as far:
-            if unread is not None and set(digests) == {digests[0]}:
-                made = sharding.empty(unread.module, self._peers, self._home)
-                with held.back():
-                    sharding.filled(made, unread, far)
-            elif self._peers.alone:
+        if lazy is not None and frozen:
+            lazy.module.requires_grad_(False)
+        digests = deferred.gather_or_raise(caller, None if lazy is None else lazy.compute_digest())
+        with waiting(f"loading the weights of {loading.display_name(model)}") as progress:
+            if lazy is not None and set(digests) == {digests[0]}:
+                built = sharding.make_empty(lazy.module, self._peers, self._placement)
+                with deferred.capture():
+                    sharding.fill_parameters(built, lazy, progress)
+            elif self._peers.is_single:
                 assert module is not None
-                made = module.to(self.device)
+                built = module.to(self.device)
             else:
-                read = _nothing if unread is None else unread.read
-                made = sharding.scattered(module, read, held, self._home)
-        held.meet(who)
-        fit_threads(made, self.device)
-        ready = self._ready(made.requires_grad_(False) if frozen else made)
-        return self._frozen(ready) if frozen else ready
+                read = _read_nothing if lazy is None else lazy.load
+                built = sharding.scatter(module, read, deferred, self._placement)
+        deferred.gather_or_raise(caller)
+        fit_threads(built, self.device)
+        ready = self._prepare(built.requires_grad_(False) if frozen else built)
+        return self._freeze_module(ready) if frozen else ready
 
-    def _frozen(self, module: nn.Module) -> nn.Module:
-        """Keep weights in the dtype to which a forward rounds them anyway; it computes the same to the bit."""
-        if self._low is not None and not lora.layers(module):
-            low, weights = self._low, {id(x) for x in module.parameters()}
+    def _freeze_module(self, module: nn.Module) -> nn.Module:
+        """Keep weights in the dtype of the computation, to which a forward rounds them anyway: the same to the bit."""
+        if self._compute_dtype is not None and not lora.layers(module):
+            low, weights = self._compute_dtype, {id(x) for x in module.parameters()}
             module._apply(lambda x: x.to(low) if id(x) in weights else x)
         FROZEN.add(module)
         return module
 
     def _probe(self, module: Any) -> None:
-        """Refuse a model whose numbers this engine would not compute. What is alike is probed once."""
+        """Refuse a model whose numbers this engine would not compute; probe each class and config once."""
         kind = type(module).__name__, module.config.to_json_string()
         if kind not in self._probed:
             self_test.check(module, self.packing, head=self.model.head == "lm")
             self._probed.add(kind)
 
-    def _ready(self, module: Any) -> nn.Module:
+    def _prepare(self, module: Any) -> nn.Module:
         if self.packing is not None:
             module.set_attn_implementation(attention.register_attention())
-        if self._low is not None and self._peers.alone:
-            mixed_precision.round_layers(module, self._low, self.compile)
+        if self._compute_dtype is not None and self._peers.is_single:
+            mixed_precision.round_layers(module, self._compute_dtype, self.compile)
         if self.checkpointing:
             # In versions of transformers with the new name, the old one warns
             enable = getattr(module, "activation_checkpointing_enable", module.gradient_checkpointing_enable)
@@ -325,75 +337,75 @@ class TorchEngine:
         return ready
 
     @property
-    def _low(self) -> torch.dtype | None:
-        """The dtype in which it computes, where that is not the weights' own."""
+    def _compute_dtype(self) -> torch.dtype | None:
+        """The dtype of the computation, where it is not the dtype of the weights."""
         return torch.bfloat16 if self.model.dtype == "bfloat16" else None
 
     @property
-    def _home(self) -> sharding.Home:
-        return sharding.Home(self.device, self._low, bool(self.offload))
+    def _placement(self) -> sharding.ShardPlacement:
+        return sharding.ShardPlacement(self.device, self._compute_dtype, bool(self.offload))
 
-    def save(self, state: TorchState, params: TorchParams) -> ToSave:
-        """Module and optimizer."""
-        return self._to_save(params, state.optimizer, state.step)
+    def save(self, state: TorchState, params: TorchParams) -> SavePlan:
+        """Plan to save module and optimizer."""
+        return self._plan_save(params, state.optimizer, state.step)
 
     def restore(self, folder: Folder, record: Mapping[str, Any]) -> TorchState:
         """Read files of `save`, which any number of processes wrote."""
         # The optimizer's settings come from the configuration, and a base that was not saved from its own files
-        module = self._make(self.model, source=None if record["base"] else lora.unfilled)
+        module = self._make(self.model, source=None if record["base"] else lora.build_without_weights)
         state = TorchState(module, build_optimizer(self.optimizer, module), 0)
         storage.check_optimizer(record, optimizer_kind(self.optimizer, state.optimizer))
-        self._read(folder, state.module, state.optimizer, record["base"])
+        self._load_files(folder, state.module, state.optimizer, record["base"])
         return state._replace(step=record["step"])
 
-    def save_params(self, params: TorchParams) -> ToSave:
-        """The module."""
-        return self._to_save(params, None, 0)
+    def save_params(self, params: TorchParams) -> SavePlan:
+        """Plan to save the module."""
+        return self._plan_save(params, None, 0)
 
     def restore_params(self, folder: Folder, record: Mapping[str, Any]) -> nn.Module:
         """Read files of `save_params`."""
         model = self.model if record["lora"] else attrs.evolve(self.model, lora=None)
-        module = self._make(model, frozen=True, source=None if record["base"] else lora.unfilled)
-        self._read(folder, module, None, record["base"])
+        module = self._make(model, frozen=True, source=None if record["base"] else lora.build_without_weights)
+        self._load_files(folder, module, None, record["base"])
         return module
 
-    def _to_save(self, params: TorchParams, optimizer: TorchOptimizer | None, step: int) -> ToSave:
-        module, adapter = params_of(params), isinstance(params, Adapter)
+    def _plan_save(self, params: TorchParams, optimizer: TorchOptimizer | None, step: int) -> SavePlan:
+        module, adapter = params_of(params), isinstance(params, AdapterParams)
 
-        spoken = partial(sharding.spoken, self._peers)
-        pieces = partial(state_dict.pieces, module, optimizer, spoken, lora.trained if adapter else None)
-        base = lora.signature(module, sharding.whole) if adapter else None
+        spoken = partial(sharding.owned_shard, self._peers)
+        pieces = partial(state_dict.pieces, module, optimizer, spoken, lora.is_trained if adapter else None)
+        base = lora.signature(module, sharding.gather_full) if adapter else None
         record: dict[str, Any] = {"step": step, "lora": bool(lora.layers(module)), "base": base}
         if optimizer is not None:
-            record |= storage.written_by(optimizer_kind(self.optimizer, optimizer))
-        return storage.to_save(pieces, self._peers, record)
+            record |= storage.record_optimizer(optimizer_kind(self.optimizer, optimizer))
+        return storage.plan_save(pieces, self._peers, record)
 
-    def _read(
+    def _load_files(
         self,
         folder: Folder,
         module: nn.Module,
         optimizer: TorchOptimizer | None,
         base: Mapping[str, float] | None,
     ) -> None:
-        wanted = None if base is None else lora.trained
+        is_wanted = None if base is None else lora.is_trained
 
-        def pieces(there: Mapping[str, Tensor]) -> Iterator[Piece]:
+        def pieces(stored: Mapping[str, Tensor]) -> Iterator[Piece]:
             if optimizer is not None:
-                state_dict.fresh_state(module, optimizer, there)
-            return state_dict.pieces(module, optimizer, sharding.piece, wanted)
+                state_dict.fresh_state(module, optimizer, stored)
+            return state_dict.pieces(module, optimizer, sharding.local_shard, is_wanted)
 
-        storage.read(folder, state_dict.shapes(module, wanted), pieces, self._peers)
+        storage.load_shards(folder, state_dict.shapes(module, is_wanted), pieces, self._peers)
         if optimizer is not None:
-            state_dict.with_numbers(optimizer)
+            state_dict.unwrap_numbers(optimizer)
         if base is not None:
-            lora.check_base(lora.signature(module, sharding.whole), base)
+            lora.check_base(lora.signature(module, sharding.gather_full), base)
 
     def export(self, params: TorchParams, folder: Path) -> None:
         """Write a folder that transformers and vLLM load; of an adapter, one that peft loads."""
-        written_whole(self.pieces(params), self._peers, partial(self._export, params, folder))
+        write_full_weights(self.pieces(params), self._peers, partial(self._export, params, folder))
 
     def _export(self, params: TorchParams, folder: Path, weights: Iterator[tuple[str, Tensor]]) -> None:
-        if isinstance(params, Adapter):
+        if isinstance(params, AdapterParams):
             lora.export(params.params, dict(weights), self.model, folder)
             return
         dtype: Any = getattr(torch, self.model.dtype)

@@ -1,4 +1,4 @@
-"""What the torch engine keeps on a mesh: models, models in training, and adapters alone."""
+"""The values of the torch engine on a mesh: models, models in training, and adapters alone."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -6,8 +6,8 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from nrl.backends.fsdp.optimizer import TorchOptimizer
-from nrl.backends.training.adapters import Adapter
-from nrl.runtime.mesh.offload import rest, to_host, wake
+from nrl.backends.training.adapters import AdapterParams
+from nrl.runtime.mesh.offload import offload_value, onload_value, to_host
 
 __all__ = ["TorchParams", "TorchState"]
 
@@ -19,14 +19,14 @@ class TorchState(NamedTuple):
     optimizer: TorchOptimizer
     step: int
 
-    def rest(self) -> None:
-        """Move model and moments off the device; see `nrl.runtime.mesh.offload.Rests`."""
+    def offload(self) -> None:
+        """Move model and moments off the device; see `nrl.runtime.mesh.offload.Offloadable`."""
         self._move_moments(to_host(self.optimizer))
-        rest(self.module)  # which waits for all copies
+        offload_value(self.module)  # This waits for all copies.
 
-    def wake(self) -> None:
+    def onload(self) -> None:
         """Move them back."""
-        wake(self.module)
+        onload_value(self.module)
         device = next(self.module.parameters()).device
         self._move_moments(lambda x: x.to(device, non_blocking=True))
 
@@ -36,4 +36,4 @@ class TorchState(NamedTuple):
             moments |= {key: move(x) for key, x in moments.items() if isinstance(x, Tensor) and x.ndim}
 
 
-type TorchParams = nn.Module | Adapter[nn.Module]
+type TorchParams = nn.Module | AdapterParams[nn.Module]

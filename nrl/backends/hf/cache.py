@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from nrl.backends.hf import layers
+from nrl.backends.hf import decoder_layers
 from nrl.backends.hf.recording import Recording
 from nrl.errors import ModelError
 
@@ -33,10 +33,10 @@ _GROWTH = 64  # columns for sampled tokens at first; doubled when they are full
 
 
 class Cache(Protocol):
-    """Keys and values of the rows that are still being decoded, and the forward passes over them."""
+    """Keys and values of the rows in decoding, and the forward passes over them."""
 
     routes: dict[int, Tensor]
-    """Of each prompt that was read, by its place among them, ``[len(prompt), layers, k]``, if they are recorded."""
+    """``[len(prompt), layers, k]`` of each prompt that was read, by its index, if routes are recorded."""
 
     def prefill(self, prompts: Sequence[Sequence[int]], origin: np.ndarray) -> Tensor:
         """Read each prompt once; row i answers ``prompts[origin[i]]``. Logits ``[B, V]`` of each row's next token."""
@@ -46,7 +46,7 @@ class Cache(Protocol):
         """Append a token ``[n]`` at its position ``[n]`` to each row. Logits ``[n, V]`` of the next one."""
         ...
 
-    def compact(self, kept: np.ndarray) -> None:
+    def compact(self, rows: np.ndarray) -> None:
         """Keep some rows: from now on row i is what row ``kept[i]`` was, and ``kept[i] >= i``."""
         ...
 
@@ -63,8 +63,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Attention for decoding, as transformers calls it: a causal prefill without a mask, or one token a row.
 
-    For one token, the G query heads that share a key-value head become G queries of that head, so that keys and values
-    are never repeated.
+    For one token, the G query heads of a key-value head become G queries of this head: keys and values are never
+    repeated.
 
     Args:
         module: the attention layer; not used.
@@ -95,7 +95,7 @@ def attend(
 
 
 def prepare(module: Any) -> bool:
-    """Switch a module to `attend` if its attention is plain, so that `Preallocated` can decode from it.
+    """Switch a module to `attend`, for `Preallocated`, if its attention is plain.
 
     It changes no other module. Afterwards this one can prefill and decode, but not with padding masks.
 
@@ -118,48 +118,48 @@ def prepare(module: Any) -> bool:
     # Left out of the registry of masks on purpose: transformers then builds no mask, and passes ours on
     AttentionInterface.register(ATTENTION, attend)
     module.set_attn_implementation(ATTENTION)
-    if _steps_alike(module):
+    if _computes_alike(module):
         _STACKED.add(module)
     return True
 
 
-def _steps_alike(module: Any) -> bool:
-    """Whether `nrl.backends.hf.layers` computes the same as the module."""
-    found = []
+def _computes_alike(module: Any) -> bool:
+    """Return whether `nrl.backends.hf.decoder_layers` computes the same as the module."""
+    logits = []
     with torch.no_grad():
         for stacked in (False, True):
             cache = Preallocated(module, 1, 1)
             cache.prefill([[0, 1]], np.zeros(1, dtype=np.int64))
             try:
-                cache.stack = layers.stack(module) if stacked else None
+                cache.stack = decoder_layers.stack(module) if stacked else None
             except AttributeError:
                 return False
-            found.append(cache.step(*torch.tensor([[1], [2]], device=module.device)))
-    return bool((found[0] - found[1]).abs().max() <= 1e-2 * found[0].std())  # bfloat16 rounds so coarsely
+            logits.append(cache.step(*torch.tensor([[1], [2]], device=module.device)))
+    return bool((logits[0] - logits[1]).abs().max() <= 1e-2 * logits[0].std())  # bfloat16 rounds so coarsely
 
 
 class Preallocated:
     """Keys and values in preallocated memory, whose room for sampled tokens doubles when it is full.
 
-    Prompts are padded on the right, so that a causal prefill needs no mask. They stay where they are: keys contain
-    their positions, so a bias that is written once can hide the columns between a short prompt and the first sampled
-    token. Live rows are always the first ones, so that a step reads a contiguous prefix.
+    Prompts are padded on the right: a causal prefill needs no mask. Keys contain their positions and never move, and
+    one bias hides the columns between a short prompt and the first sampled token. Live rows are always the first
+    rows: a step reads a contiguous prefix.
 
     Args:
-        module: a model that `prepare` has switched; it is given this object as its cache.
-        rows: how many rows there are at first.
+        module: a model after `prepare`; this object is its cache.
+        rows: the number of rows at first.
         new_tokens: the most tokens that any row will append.
-        recording: of the module's routers, which is on; None: routes are not recorded.
+        recording: of the module's routers, switched on; None: no recording.
     """
 
     def __init__(self, module: Any, rows: int, new_tokens: int, recording: Recording | None = None) -> None:
         self.module, self.rows, self.new_tokens = module, rows, new_tokens
         self.recording, self.routes = recording, dict[int, Tensor]()
-        self.layers: list[Tensor] = []  # for each layer, keys and values [2, B, h, capacity, D]
+        self.layers: list[Tensor] = []  # keys and values of each layer, [2, B, h, capacity, D]
         self.bias: Tensor | None = None  # [B, 1, 1, capacity]; None: all prompts have the same length
-        self.columns = 0  # that have been written
+        self.columns = 0  # number of written columns
         self.width = 0  # columns of prompts
-        self.stack = layers.stack(module) if module in _STACKED else None
+        self.stack = decoder_layers.stack(module) if module in _STACKED else None
 
     def prefill(self, prompts: Sequence[Sequence[int]], origin: np.ndarray) -> Tensor:
         """See `Cache`. Prompts of similar length are read together."""
@@ -169,19 +169,19 @@ class Preallocated:
         for block in _blocks(lengths):
             part = Preallocated(self.module, len(block), 0)
             T, last = int(lengths[block].max()), _index(lengths[block] - 1, device)
-            ids = _padded([prompts[j] for j in block], left=False)[0].to(device)
+            ids = _pad_prompts([prompts[j] for j in block], pad_left=False)[0].to(device)
             hidden = part.forward(ids, torch.arange(T, device=device)[None])
             if self.recording is not None:
-                routes = self.recording.taken().unflatten(0, (len(block), T))
+                routes = self.recording.take_routes().unflatten(0, (len(block), T))
                 self.routes |= {int(j): row[: lengths[j]] for j, row in zip(block, routes, strict=True)}
             ends = self._head(hidden[torch.arange(len(block), device=device), last])
             if logits is None:
                 logits = ends.new_empty(self.rows, ends.shape[-1])
                 self._allocate(part.layers, hidden=bool((lengths < self.width).any()))
-            place = np.full(len(prompts), -1)
-            place[block] = np.arange(len(block))
-            to = np.flatnonzero(place[origin] >= 0)
-            rows, source = _index(to, device), _index(place[origin[to]], device)
+            index_in_block = np.full(len(prompts), -1)
+            index_in_block[block] = np.arange(len(block))
+            to = np.flatnonzero(index_in_block[origin] >= 0)
+            rows, source = _index(to, device), _index(index_in_block[origin[to]], device)
             logits[rows] = ends[source]
             for layer, read in zip(self.layers, part.layers, strict=True):
                 layer[:, rows, :, :T] = read[:, source]
@@ -199,17 +199,17 @@ class Preallocated:
         if self.stack is None:
             return self._head(self.forward(tokens[:, None], positions[:, None])[:, 0])
         bias = None if self.bias is None else self.bias[: self.rows, :, :, : self.columns + 1]
-        hidden = layers.step(self.stack, tokens, positions, self.layers, self.columns, bias)
+        hidden = decoder_layers.step(self.stack, tokens, positions, self.layers, self.columns, bias)
         self.columns += 1
         return self._head(hidden)
 
-    def compact(self, kept: np.ndarray) -> None:
+    def compact(self, rows: np.ndarray) -> None:
         """See `Cache`. Only rows that fill a gap are copied."""
-        self.rows = len(kept)
-        moved = np.flatnonzero(kept != np.arange(len(kept)))
+        self.rows = len(rows)
+        moved = np.flatnonzero(rows != np.arange(len(rows)))
         if len(moved) == 0:
             return
-        to, source = _index(moved, self.module.device), _index(kept[moved], self.module.device)
+        to, source = _index(moved, self.module.device), _index(rows[moved], self.module.device)
         for layer in self.layers:
             layer[:, to, :, : self.columns] = layer[:, source, :, : self.columns]
         if self.bias is not None:
@@ -227,7 +227,7 @@ class Preallocated:
         return hidden
 
     def update(self, key: Tensor, value: Tensor, layer: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """For transformers' attention layers: append, and return all that the rows have."""
+        """Append keys and values, and return all of the rows; transformers' attention layers call it."""
         if layer == len(self.layers):  # these are the first tokens, and nothing is allocated yet
             self.layers.append(torch.stack([key, value]))
             return key, value
@@ -238,15 +238,15 @@ class Preallocated:
         return keys, values
 
     def get_seq_length(self, layer: int = 0) -> int:
-        """For transformers: how many columns are written."""
+        """Return the number of written columns; transformers calls it."""
         return self.columns
 
     def get_query_offset(self, layer: int = 0) -> int:
-        """For transformers: the column of the next token."""
+        """Return the column of the next token; transformers calls it."""
         return self.columns
 
     def get_mask_sizes(self, length: int, layer: int = 0) -> tuple[int, int]:
-        """For transformers: how many columns a mask for ``length`` more tokens has, and its first one."""
+        """Return the columns of a mask for ``length`` more tokens, and its first one; transformers calls it."""
         return self.columns + length, 0
 
     def _head(self, hidden: Tensor) -> Tensor:
@@ -279,12 +279,12 @@ class Preallocated:
 class Generic:
     """transformers' dynamic cache, with the model's own attention and padding on the left.
 
-    It is exact for every causal language model that transformers can generate from in this way: with sliding windows,
-    chunks, linear attention, capped or scaled logits. It is slower, because it copies the cache at each step.
+    Decoding is exact for every causal language model of transformers with such a cache: with sliding windows, chunks,
+    linear attention, capped or scaled logits. It is slower, because each step copies the cache.
 
     Args:
         module: any transformers causal language model.
-        recording: of the module's routers, which is on; None: routes are not recorded.
+        recording: of the module's routers, switched on; None: no recording.
 
     Raises:
         ModelError: its forward pass takes no attention mask or no cache of this kind.
@@ -309,11 +309,11 @@ class Generic:
     def prefill(self, prompts: Sequence[Sequence[int]], origin: np.ndarray) -> Tensor:
         """See `Cache`."""
         device = self.module.device
-        ids, mask = _padded(prompts, left=True)
+        ids, mask = _pad_prompts(prompts, pad_left=True)
         self.mask = mask.to(device)
         logits = self._forward(ids.to(device), (self.mask.cumsum(1) - 1).clamp_(min=0))
         if self.recording is not None:
-            routes = self.recording.taken().unflatten(0, (len(prompts), -1))
+            routes = self.recording.take_routes().unflatten(0, (len(prompts), -1))
             self.routes = {j: row[-len(prompts[j]) :] for j, row in enumerate(routes)}
         rows = _index(origin, device)
         self._select(rows)
@@ -324,9 +324,9 @@ class Generic:
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], 1)
         return self._forward(tokens[:, None], positions[:, None])
 
-    def compact(self, kept: np.ndarray) -> None:
+    def compact(self, rows: np.ndarray) -> None:
         """See `Cache`."""
-        self._select(_index(kept, self.module.device))
+        self._select(_index(rows, self.module.device))
 
     def _select(self, rows: Tensor) -> None:
         self.keys_values.reorder_cache(rows)
@@ -345,19 +345,19 @@ def _index(rows: np.ndarray, device: torch.device) -> Tensor:
     return torch.from_numpy(rows).to(device)
 
 
-def _padded(prompts: Sequence[Sequence[int]], *, left: bool) -> tuple[Tensor, Tensor]:
-    """Prompts as int64 ``[P, T]``, and a mask that is 1 where there is a token."""
+def _pad_prompts(prompts: Sequence[Sequence[int]], *, pad_left: bool) -> tuple[Tensor, Tensor]:
+    """Return prompts as int64 ``[P, T]``, and a mask that is 1 at tokens."""
     lengths = np.array([len(prompt) for prompt in prompts])
     T = int(lengths.max())
     columns = np.arange(T)[None]
-    there = columns >= T - lengths[:, None] if left else columns < lengths[:, None]
+    mask = columns >= T - lengths[:, None] if pad_left else columns < lengths[:, None]
     ids = np.zeros((len(prompts), T), dtype=np.int64)
-    ids[there] = np.concatenate([np.asarray(prompt, dtype=np.int64) for prompt in prompts])
-    return torch.from_numpy(ids), torch.from_numpy(there.astype(np.int64))
+    ids[mask] = np.concatenate([np.asarray(prompt, dtype=np.int64) for prompt in prompts])
+    return torch.from_numpy(ids), torch.from_numpy(mask.astype(np.int64))
 
 
 def _blocks(lengths: np.ndarray) -> list[np.ndarray]:
-    """Blocks of prompts of similar length, the longest last, with at most `_PREFILL` tokens or one prompt each."""
+    """Return blocks of prompts of similar length, the longest last, of at most `_PREFILL` tokens or one prompt each."""
     blocks: list[list[int]] = [[]]
     for j in np.argsort(lengths, kind="stable"):
         if blocks[-1] and lengths[j] * (len(blocks[-1]) + 1) > _PREFILL:

@@ -69,8 +69,8 @@ def decode(
         ModelError: the model's forward pass cannot be decoded from.
 
     >>> from nrl import tiny
-    >>> from nrl.backends.models.loading import build
-    >>> module = build(tiny.model()).eval()
+    >>> from nrl.backends.models.loading import build_wheel
+    >>> module = build_wheel(tiny.model()).eval()
     >>> first, second = decode(module, [[1, 2, 3], [4]], [0, 1], max_new_tokens=5, context_length=64)
     >>> len(first.token_ids), second.truncated
     (5, True)
@@ -85,13 +85,13 @@ def decode(
         context_length=context_length,
         recording=recording,
     )
-    found = decoding.run()
-    assert found is not None
-    return found
+    results = decoding.run()
+    assert results is not None
+    return results
 
 
 class Decoding:
-    """The decoding of one batch, which can be left and continued; the arguments are those of `decode`.
+    """The decoding of one batch, which can be interrupted and continued; see `decode` for the arguments.
 
     Args:
         module: see `decode`.
@@ -140,7 +140,7 @@ class Decoding:
             until: seconds.
 
         Returns:
-            The answer for each row; None: the time was over, and it can be continued.
+            The answer for each row; None: the time is over, and decoding can be continued.
         """
         if not self._count:
             return []
@@ -164,8 +164,10 @@ class Decoding:
                 "decode: the model's logits are not finite, so nothing can be sampled from them; look for a NaN in "
                 "the weights that were loaded or published last, or use a wider dtype"
             )
-        each = [None] * self._count if routes is None else routes.of_rows()
-        parts = zip(tokens.cpu()[order].split(lengths), logprobs.split(lengths), ended.tolist(), each, strict=True)
+        row_routes = [None] * self._count if routes is None else routes.of_rows()
+        parts = zip(
+            tokens.cpu()[order].split(lengths), logprobs.split(lengths), ended.tolist(), row_routes, strict=True
+        )
         return [Decoded(ids, values, not stopped, routes=route) for ids, values, stopped, route in parts]
 
 
@@ -183,7 +185,7 @@ class _Routes(NamedTuple):
     sampled: Tensor
 
     def of_rows(self) -> list[Tensor]:
-        """For each row, ``[n, layers, k]`` on the CPU, of its prompt and of all sampled tokens but the last."""
+        """Return ``[n, layers, k]`` on the CPU for each row, of its prompt and of all sampled tokens but the last."""
         order = torch.from_numpy(np.argsort(self.rows, kind="stable"))
         lengths = np.bincount(self.rows, minlength=len(self.prompts)).tolist()
         parts = zip(self.prompts, self.sampled.cpu()[order].split(lengths), strict=True)
@@ -225,7 +227,7 @@ def _loop(
             noise = uniforms(seeds[rows], lengths[rows] + k, min(_AHEAD, int(budget.max()) - k)).to(device)
         tokens, logprobs = draw(logits, noise[k % _AHEAD], **sampling)
         steps.append((rows, tokens, logprobs))
-        stopped = stops.ended(tokens)
+        stopped = stops.find_ended(tokens)
         leaves = stopped | (budget[rows] == k + 1) | given_up[rows]
         if leaves.any():
             ended[rows[stopped]] = True
@@ -233,24 +235,24 @@ def _loop(
             if len(stay) == 0:
                 break
             # The last live rows move into the gaps; all others keep their place
-            kept = np.arange(len(stay))
-            kept[leaves[: len(stay)]] = stay[stay >= len(stay)]
-            cache.compact(kept)
-            index = torch.from_numpy(kept).to(device)
-            rows, tokens, positions, noise = rows[kept], tokens[index], positions[index], noise[:, index]
-            stops.keep(kept)
+            live = np.arange(len(stay))
+            live[leaves[: len(stay)]] = stay[stay >= len(stay)]
+            cache.compact(live)
+            index = torch.from_numpy(live).to(device)
+            rows, tokens, positions, noise = rows[live], tokens[index], positions[index], noise[:, index]
+            stops.keep(live)
         logits = cache.step(tokens, positions)
         if recording is not None:
-            routed.append((rows, recording.taken()))
+            routed.append((rows, recording.take_routes()))
         positions = positions + 1
         yield
-    every, tokens_of, logprobs_of = zip(*steps, strict=True)
+    step_rows, tokens_of, logprobs_of = zip(*steps, strict=True)
     routes = None
     if recording is not None:
         nothing = np.zeros(0, dtype=np.int64), next(iter(cache.routes.values()))[:0]
         of, chosen = zip(nothing, *routed, strict=True)
         routes = _Routes([cache.routes[j] for j in origin], np.concatenate(of), torch.cat(chosen))
-    return np.concatenate(every), torch.cat(tokens_of), torch.cat(logprobs_of), ended, routes
+    return np.concatenate(step_rows), torch.cat(tokens_of), torch.cat(logprobs_of), ended, routes
 
 
 class Stops:
@@ -262,21 +264,21 @@ class Stops:
 
     def __init__(self, token_ids: Sequence[int], texts: Sequence[str], tokenizer: Any) -> None:
         self.token_ids, self._tokenizer = list(token_ids), tokenizer
-        self._texts: dict[int, list[bytes]] = {}  # by the last byte
+        self._texts: dict[int, list[bytes]] = {}  # texts by their last byte
         for text in dict.fromkeys(texts):
-            whole = text.encode("utf-8", "surrogatepass")
-            self._texts.setdefault(whole[-1], []).append(whole)
+            encoded = text.encode("utf-8", "surrogatepass")
+            self._texts.setdefault(encoded[-1], []).append(encoded)
         self._longest = max((len(text) for alike in self._texts.values() for text in alike), default=0)
         self._bytes = functools.cache(_token_bytes(tokenizer)) if texts else None
 
     def begin(self, rows: int, vocabulary: int, device: torch.device) -> None:
-        """Start with so many rows, none of which has ended."""
+        """Start with ``rows`` unfinished rows."""
         self._stops = torch.zeros(vocabulary, dtype=torch.bool, device=device)
         self._stops[torch.tensor(self.token_ids, dtype=torch.long, device=device)] = True
-        self._tails = [b""] * rows  # what each row ended with, as much as a text may begin in
+        self._tails = [b""] * rows  # the last bytes of each row, in which a stop text may begin
 
-    def ended(self, tokens: Tensor) -> np.ndarray:
-        """``[rows]`` bool: whether the tokens ``[rows]`` that were sampled now end their rows."""
+    def find_ended(self, tokens: Tensor) -> np.ndarray:
+        """Return ``[rows]`` bool: whether the tokens ``[rows]`` that were sampled now end their rows."""
         ended: np.ndarray = self._stops[tokens].cpu().numpy()  # the one place where a step waits for the device
         if self._bytes is not None:
             for row, token in enumerate(tokens.tolist()):
@@ -288,12 +290,12 @@ class Stops:
         return ended
 
     def keep(self, rows: np.ndarray) -> None:
-        """Forget all other rows."""
+        """Keep these rows and forget all others."""
         self._tails = [self._tails[row] for row in rows.tolist()]
 
 
 def _token_bytes(tokenizer: Any) -> Callable[[int], bytes]:
-    """Return what maps a token to the bytes that it adds to a text, special tokens included.
+    """Return a function from a token to the bytes that it adds to a text, special tokens included.
 
     Args:
         tokenizer: of transformers.
@@ -309,10 +311,10 @@ def _token_bytes(tokenizer: Any) -> Callable[[int], bytes]:
         name = tokenizer.convert_ids_to_tokens(token)
         if name is None:  # the vocabulary of the model is larger
             return b""
-        found: bytes | None = StopStringCriteria._token_to_bytes(name, mode, table)
-        if found is None:
-            whole: str = tokenizer.convert_tokens_to_string([*before, name])
-            found = whole.partition("abcdef")[2].encode("utf-8", "surrogatepass")
-        return found
+        content: bytes | None = StopStringCriteria._token_to_bytes(name, mode, table)
+        if content is None:
+            text: str = tokenizer.convert_tokens_to_string([*before, name])
+            content = text.partition("abcdef")[2].encode("utf-8", "surrogatepass")
+        return content
 
     return convert

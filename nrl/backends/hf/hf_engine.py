@@ -14,19 +14,19 @@ from nrl.backends.hf.recording import Recording
 from nrl.backends.models import lora
 from nrl.backends.models.loading import end_tokens, load_tokenizer
 from nrl.backends.models.positions import context_length
-from nrl.backends.models.shards import Filling, wholes
-from nrl.backends.models.weight_layout import in_files, parts
+from nrl.backends.models.shards import ShardLoader, full_shards
+from nrl.backends.models.weight_layout import find_parts, map_to_files
 from nrl.backends.types import Bucket, Model
 from nrl.runtime.intraop import fit_threads
-from nrl.runtime.mesh.offload import rest, wake
+from nrl.runtime.mesh.offload import offload_value, onload_value
 
 __all__ = ["HfEngine"]
 
-_SECONDS = 1.0  # that it decodes before it looks whether requests were cancelled
+_SECONDS = 1.0  # Cancelled requests are noticed after so many seconds of decoding.
 
 
 class HfEngine:
-    """A `nrl.backends.engine.SampleEngine` that decodes by plain PyTorch; with ``routes`` it records them."""
+    """A `nrl.backends.engine.SampleEngine` for decoding by plain PyTorch; ``routes`` records routes."""
 
     def __init__(self, model: Model, *, routes: bool = False) -> None:
         module: Any = lora.build(model).eval().requires_grad_(False)
@@ -35,26 +35,26 @@ class HfEngine:
         fit_threads(module, module.device)
         self.context_length = min(context_length(module), int(tokenizer.model_max_length))
         self.vocabulary = int(module.get_input_embeddings().num_embeddings)
-        kept = {each.dtype for each in module.parameters() if each.ndim > 1}
-        self.matrices = kept.pop() if len(kept) == 1 else None
+        dtypes = {parameter.dtype for parameter in module.parameters() if parameter.ndim > 1}
+        self.matrices = dtypes.pop() if len(dtypes) == 1 else None
         self.stops = end_tokens(getattr(module, "generation_config", None), tokenizer)
-        self.filling: Filling | None = None
+        self.filling: ShardLoader | None = None
         prepare(module)
         self._recording = Recording(module) if routes else None
         self._batches: list[tuple[list[Request], Decoding]] = []  # the first is decoded, the others wait
 
-    def rest(self) -> None:
-        """Move the model off its device; see `nrl.runtime.mesh.offload.Rests`."""
-        rest(self.module)
+    def offload(self) -> None:
+        """Move the model off its device; see `nrl.runtime.mesh.offload.Offloadable`."""
+        offload_value(self.module)
 
-    def wake(self) -> None:
+    def onload(self) -> None:
         """Move the model back."""
-        wake(self.module)
+        onload_value(self.module)
 
     def advance(self, requests: Sequence[Request], cancelled: Sequence[int]) -> Sequence[tuple[int, Decoded]]:
-        """Decode all requests that are sampled alike together, to their end; some that are cancellable, for a second.
+        """Decode all requests of one sampling together, to their end; for a second if some are cancellable.
 
-        What comes while others are decoded waits until they are done.
+        New requests wait until the current batch is done.
         """
         for sampling in dict.fromkeys(request.sampling for request in requests):
             alike = [request for request in requests if request.sampling == sampling]
@@ -73,7 +73,7 @@ class HfEngine:
             for row, request in enumerate(alike):
                 if request.number in cancelled:
                     decoding.give_up(row)
-        found: list[tuple[int, Decoded]] = []
+        answers: list[tuple[int, Decoded]] = []
         until = time.monotonic() + _SECONDS
         while self._batches:
             alike, decoding = self._batches[0]
@@ -85,22 +85,24 @@ class HfEngine:
             if rows is None:
                 break
             self._batches.pop(0)
-            found += [(request.number, row) for request, row in zip(alike, rows, strict=True)]
-        return found
+            answers += [(request.number, row) for request, row in zip(alike, rows, strict=True)]
+        return answers
 
     def begin(self) -> None:
-        """Prepare for new weights, with which everything that is under way is decoded anew."""
+        """Prepare for new weights, and decode all requests in flight anew with them."""
         for _, decoding in self._batches:
             decoding.restart()
-        self.filling = Filling(in_files(wholes(lora.replaced(self.module)), parts(self.module)), "receive")
+        self.filling = ShardLoader(
+            map_to_files(full_shards(lora.select_published(self.module)), find_parts(self.module)), "receive"
+        )
 
     def add(self, bucket: Bucket) -> None:
-        """Copy some of the new weights in."""
+        """Copy some of the new weights into the model."""
         assert self.filling is not None
         self.filling.add(bucket)
 
     def end(self, version: int) -> None:
-        """Check that all have come."""
+        """Check that all weights have come."""
         assert self.filling is not None
         self.filling.end()
         self.filling = None

@@ -23,7 +23,7 @@ def _mix(z: np.ndarray) -> np.ndarray:
 
 
 def uniforms(seeds: Sequence[int] | np.ndarray, starts: Sequence[int] | np.ndarray, n: int) -> Tensor:
-    """Uniform noise for n positions in a row, a function of (seed, position) alone.
+    """Return uniform noise for n positions in a row, a function of (seed, position) alone.
 
     ``u(s, t) = ((mix(mix(k + t g) + k) >> 12) + 1/2) / 2^52`` with ``k = mix(s + g)``, g splitmix64's odd increment and
     ``mix`` its finalizer, all modulo 2^64. Because of the outer mix, two seeds whose counters happen to meet share no

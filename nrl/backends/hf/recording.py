@@ -21,16 +21,16 @@ class Recording:
         module: a transformers model.
 
     Raises:
-        ModelError: it has no routers, or such as cannot be recorded.
+        ModelError: the model has no routers, or its routers cannot be recorded.
 
     >>> from nrl import tiny
-    >>> from nrl.backends.models.loading import build
+    >>> from nrl.backends.models.loading import build_wheel
     >>> fields = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-    >>> module = build(tiny.model(model_type="qwen3_moe", **fields))
+    >>> module = build_wheel(tiny.model(model_type="qwen3_moe", **fields))
     >>> recording = Recording(module)
     >>> with recording.on(), torch.no_grad():
     ...     _ = module(torch.tensor([[1, 2, 3]]))
-    ...     recording.taken().shape
+    ...     recording.take_routes().shape
     torch.Size([3, 2, 2])
     """
 
@@ -42,7 +42,7 @@ class Recording:
     @contextmanager
     def on(self) -> Iterator[None]:
         """Record while the block runs."""
-        hooks = [each.register_forward_hook(partial(self._note, name)) for name, each in self._routers.items()]
+        hooks = [router.register_forward_hook(partial(self._note, name)) for name, router in self._routers.items()]
         try:
             yield
         finally:
@@ -53,8 +53,8 @@ class Recording:
     def _note(self, name: str, router: nn.Module, args: Any, output: Any) -> None:
         self._found[name] = output[2].to(torch.int16)
 
-    def taken(self) -> Tensor:
-        """The experts of the forward that has just ended: ``[n, layers, k]`` int16, of its n tokens in their order.
+    def take_routes(self) -> Tensor:
+        """Return and forget the experts of the last forward: ``[n, layers, k]`` int16, of its n tokens in their order.
 
         Raises:
             ModelError: a router did not run.
@@ -64,6 +64,6 @@ class Recording:
                 f"{type(self._module).__name__}: the router '{missing[0]}' did not run in a forward, so there is no "
                 "route of its tokens; leave routes= out"
             )
-        found = torch.stack([self._found[name] for name in self._routers], 1)
+        routes = torch.stack([self._found[name] for name in self._routers], 1)
         self._found.clear()
-        return found
+        return routes

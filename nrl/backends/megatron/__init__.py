@@ -22,7 +22,7 @@ from nrl.runtime import Layout, Mesh, Slots, as_mesh
 
 __all__ = ["trainer"]
 
-_NUMBERS = itertools.count(1)  # so that errors can tell trainers apart
+_NUMBERS = itertools.count(1)  # Errors name the trainer by its number.
 
 
 @checked("megatron.trainer")
@@ -38,15 +38,15 @@ def trainer(
     layout: Layout | None = None,
     **options: Any,
 ) -> Trainer:
-    """A trainer on Megatron Core, which may be exchanged for `nrl.backends.fsdp.trainer`.
+    """Make a trainer on Megatron Core, which may be exchanged for `nrl.backends.fsdp.trainer`.
 
-    It knows the dense models of Llama, Mistral, Qwen 2 and Qwen 3, and splits them as ``layout`` says: along tp with
+    It trains the dense models of Llama, Mistral, Qwen 2 and Qwen 3, split as in ``layout``: along tp with
     sequence parallelism, along cp, in a pipeline (1F1B, or with ``vp`` interleaved), and over copies, whose optimizer
     is shared. All is Megatron's own, but for attention over packed rows, norms, and log-probabilities.
 
     Args:
         place: a mesh, or slots, which become a mesh in the executable ``mcore``.
-        model: what to train; with ``lora=`` that is an adapter, and a value or reward head. Under ``dtype="bfloat16"``
+        model: its weights are trained; with ``lora=`` an adapter and a value or reward head. Under ``dtype="bfloat16"``
             it computes in bfloat16, and its optimizer has weights and moments in float32.
         optimizer: `adamw` with its schedule and clipping, without groups.
         max_tokens: bound on the tokens of a micro-batch, padding counted; a longer row is an error.
@@ -103,26 +103,26 @@ def _make_engine(
     layout: Layout,
     alone: bool,
 ) -> TrainEngine[Any, Any]:
-    """In a process of the mesh, which may be the mesh's alone."""
+    """Make an engine in a process of the mesh; ``alone`` says that the process belongs to the mesh."""
     _quiet()
     from nrl.backends.megatron.megatron_engine import MegatronEngine
     from nrl.backends.megatron.options import options as sorted_options
     from nrl.backends.training.device_metrics import device_of
-    from nrl.backends.training.layout.packed_attention import packing_on
+    from nrl.backends.training.layout.packed_attention import choose_packing
     from nrl.runtime import cuda_allocator, process
 
     where = device_of("megatron.trainer", device)
     if alone and where.type == "cuda":
-        cuda_allocator.grow()
-    here = process().device_mesh
-    if here is None:  # this process stands for all
+        cuda_allocator.use_expandable_segments()
+    device_mesh = process().device_mesh
+    if device_mesh is None:  # this process stands for all
         layout = Layout()
-    packing = Sequences if layout.cp > 1 else packing_on(where, packing, model.dtype, "megatron.trainer") or packing
-    return MegatronEngine(model, optimizer, packing, sorted_options(options), where, layout, here)
+    packing = Sequences if layout.cp > 1 else choose_packing(where, packing, model.dtype, "megatron.trainer") or packing
+    return MegatronEngine(model, optimizer, packing, sorted_options(options), where, layout, device_mesh)
 
 
 def _quiet() -> None:
-    """Keep Megatron from telling, in every process, what it would rather have on a GPU, and what it will rename."""
+    """Silence Megatron's advice about GPUs and deprecations, which every process would print."""
     for message in (
         "Transformer Engine and Apex",
         "Apex is not",

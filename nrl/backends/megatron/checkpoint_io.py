@@ -1,4 +1,4 @@
-"""What stages are in files: models that are read, checkpoints in part or whole, exported models and adapters."""
+"""Files of stages: models to read, checkpoints in part or whole, exported models and adapters."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -9,88 +9,90 @@ import attrs
 import torch
 from torch import Tensor
 
-from nrl.backends.megatron import adapters
+from nrl.backends.megatron import lora_layers
 from nrl.backends.megatron.groups import Groups
-from nrl.backends.megatron.weights import own
+from nrl.backends.megatron.weight_views import local_shards
 from nrl.backends.models import lora, weight_layout
 from nrl.backends.models.exporting import export_weights
 from nrl.backends.models.model_files import save_beside
 from nrl.backends.models.named_weights import named_tensors
-from nrl.backends.models.shards import nothing, wholes
-from nrl.backends.training.adapters import Adapter, params_of
+from nrl.backends.models.shards import empty_shard, full_shards
+from nrl.backends.training.adapters import AdapterParams, params_of
 from nrl.backends.training.saving import storage
-from nrl.backends.training.saving.save_plan import ToSave
-from nrl.backends.training.weight_stream import written_whole
+from nrl.backends.training.saving.save_plan import SavePlan
+from nrl.backends.training.weight_stream import write_full_weights
 from nrl.backends.types import Model, Piece
 from nrl.files import Folder
 
-__all__ = ["export", "fillable", "read", "restore", "skeleton", "to_save"]
+__all__ = ["export", "plan_save", "read_model", "restore", "shards_to_fill", "skeleton"]
 
 type _Stages = Sequence[Any]
 
 
-def _every(name: str) -> bool:
+def _accept_all(name: str) -> bool:
     return True
 
 
 def skeleton(model: Model) -> Any:
-    """The transformers model with its adapter, whose weights take no memory."""
+    """Build the transformers model with its adapter, with weights that take no memory."""
     return lora.skeleton(model, dtype=getattr(torch, model.dtype))
 
 
-def read(model: Model) -> tuple[Any, Callable[[str], Tensor]]:
-    """A transformers model with its adapter, and what reads the weights of it that take no memory yet."""
+def read_model(model: Model) -> tuple[Any, Callable[[str], Tensor]]:
+    """Build a transformers model with its adapter; return it and a reader of the weights that take no memory yet."""
     dtype = getattr(torch, model.dtype)
     if model.lora is not None:
-        dtype = torch.promote_types(dtype, torch.float32)  # so that A is drawn as elsewhere
-    if (found := lora.unread(model, dtype=dtype)) is not None:
-        return found.module, found.read
-    return lora.build(model, dtype=dtype), _nothing
+        dtype = torch.promote_types(dtype, torch.float32)  # Draw A in the dtype that other engines draw it in.
+    if (lazy := lora.build_lazy(model, dtype=dtype)) is not None:
+        return lazy.module, lazy.load
+    return lora.build(model, dtype=dtype), _read_nothing
 
 
-def _nothing(name: str) -> Tensor:
-    """All weights are there."""
+def _read_nothing(name: str) -> Tensor:
+    """Read nothing: all weights have values."""
     raise KeyError(name)
 
 
-def _in_files(module: Any) -> dict[str, Piece]:
-    """The weights of a transformers model by the names that files have; tied ones once."""
-    return weight_layout.in_files(wholes(dict(named_tensors(module))), weight_layout.parts(module))
+def _map_to_files(module: Any) -> dict[str, Piece]:
+    """Return the weights of a transformers model by their names in files; tied ones once."""
+    return weight_layout.map_to_files(full_shards(dict(named_tensors(module))), weight_layout.find_parts(module))
 
 
-def fillable(
-    stages: _Stages, module: Any, at: Groups, wanted: Callable[[str], bool] = _every
+def shards_to_fill(
+    stages: _Stages, module: Any, groups: Groups, is_wanted: Callable[[str], bool] = _accept_all
 ) -> dict[str, Sequence[Piece]]:
-    """What this process has of each weight whose name is wanted; of one that only others have, an empty piece.
+    """Return this process's pieces of each wanted weight; an empty piece of a weight that only other processes have.
 
     Args:
         stages: of this process.
         module: their `skeleton`.
-        at: the groups.
-        wanted: by the names that files have.
+        groups: the groups.
+        is_wanted: by the names that files have.
     """
     mine: dict[str, list[Piece]] = {}
-    for _, piece, _ in own(stages, at):
+    for _, piece, _ in local_shards(stages, groups):
         mine.setdefault(piece.name, []).append(piece)
-    return {name: mine.get(name) or [nothing(like)] for name, like in _in_files(module).items() if wanted(name)}
+    return {
+        name: mine.get(name) or [empty_shard(like)] for name, like in _map_to_files(module).items() if is_wanted(name)
+    }
 
 
-def to_save(
-    params: _Stages | Adapter[_Stages], pieces: Callable[..., Iterator[Piece]], step: int, at: Groups
-) -> ToSave:
-    """What this process speaks for, of an adapter without its base; a collective.
+def plan_save(
+    params: _Stages | AdapterParams[_Stages], pieces: Callable[..., Iterator[Piece]], step: int, groups: Groups
+) -> SavePlan:
+    """Plan to save the pieces that this process owns, of an adapter without its base; a collective.
 
     Args:
         params: what is saved.
-        pieces: called with ``wanted=``, which the names of weights have to be.
+        pieces: called with ``is_wanted=``, which the names of weights have to be.
         step: for the record.
-        at: the groups.
+        groups: the groups.
     """
-    stages, alone = params_of(params), isinstance(params, Adapter)
+    stages, alone = params_of(params), isinstance(params, AdapterParams)
     model = stages[0].model
-    base = adapters.signature(stages, skeleton(model), at) if alone else None
+    base = lora_layers.signature(stages, skeleton(model), groups) if alone else None
     record = {"step": step, "lora": model.lora is not None, "base": base}
-    return storage.to_save(partial(pieces, wanted=lora.trained if alone else _every), at.peers, record)
+    return storage.plan_save(partial(pieces, is_wanted=lora.is_trained if alone else _accept_all), groups.peers, record)
 
 
 def restore(
@@ -98,38 +100,38 @@ def restore(
     stages: _Stages,
     pieces: Callable[..., Iterator[Piece]],
     record: Mapping[str, Any],
-    at: Groups,
+    groups: Groups,
 ) -> None:
     """Read what was saved, by any engine; a collective.
 
     Args:
         folder: with the files.
         stages: that are filled.
-        pieces: called with the names that are there and ``wanted=``; gives what is filled.
-        record: of `to_save`.
-        at: the groups.
+        pieces: called with the names that are there and ``is_wanted=``; gives what is filled.
+        record: of `plan_save`.
+        groups: the groups.
 
     Raises:
         ModelError: the files are of another model, or of an adapter on another base.
         CheckpointError: a part is missing.
     """
     module, base = skeleton(stages[0].model), record["base"]
-    wanted = _every if base is None else lora.trained
-    shapes = {name: piece.shape for name, piece in _in_files(module).items() if wanted(name)}
-    storage.read(folder, shapes, partial(pieces, wanted=wanted), at.peers)
+    is_wanted = _accept_all if base is None else lora.is_trained
+    shapes = {name: piece.shape for name, piece in _map_to_files(module).items() if is_wanted(name)}
+    storage.load_shards(folder, shapes, partial(pieces, is_wanted=is_wanted), groups.peers)
     if base is not None:
-        lora.check_base(adapters.signature(stages, module, at), base)
+        lora.check_base(lora_layers.signature(stages, module, groups), base)
 
 
-def export(folder: Path, params: _Stages | Adapter[_Stages], pieces: Iterator[Piece], at: Groups) -> None:
+def export(folder: Path, params: _Stages | AdapterParams[_Stages], pieces: Iterator[Piece], groups: Groups) -> None:
     """Write a folder that transformers and vLLM load; of an adapter, one that peft loads. A collective."""
     model = params_of(params)[0].model
 
     def write(weights: Iterator[tuple[str, Tensor]]) -> None:
-        if isinstance(params, Adapter):
+        if isinstance(params, AdapterParams):
             lora.export(skeleton(model), dict(weights), model, folder)
             return
         export_weights(weights, skeleton(attrs.evolve(model, lora=None)), folder)
         save_beside(model, folder)
 
-    written_whole(pieces, at.peers, write)
+    write_full_weights(pieces, groups.peers, write)

@@ -5,12 +5,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nrl.backends.training.layout.h2d import to_device
+from nrl.backends.training.layout.h2d import copy_to_device
 from nrl.backends.training.layout.microbatch_plan import Plan
-from nrl.backends.training.layout.packed_attention import OverRectangles, OverSequences, over
+from nrl.backends.training.layout.packed_attention import RectangleAttention, SequenceAttention, make_attention
 from nrl.batch.packed_rows import Block, Rectangles, Sequences
 
-__all__ = ["Tokens", "cut", "filled_up", "tokens"]
+__all__ = ["Tokens", "pad_rows", "slice_rows", "slice_tokens"]
 
 
 class Tokens(NamedTuple):
@@ -28,76 +28,76 @@ class Tokens(NamedTuple):
 
     input_ids: Tensor
     position_ids: Tensor
-    attention: OverRectangles | OverSequences
+    attention: RectangleAttention | SequenceAttention
     places: Tensor
     read: Tensor
     reads: Tensor
     routes: Tensor | None
 
 
-def tokens(work: Plan, least: int, multiple: int, count: int, rank: int, device: torch.device) -> Tokens:
-    """What one of ``count`` processes along cp computes on.
+def slice_tokens(plan: Plan, min_tokens: int, multiple: int, count: int, rank: int, device: torch.device) -> Tokens:
+    """Return the tokens that one of ``count`` processes along cp computes on.
 
     Args:
-        work: from `nrl.backends.training.layout.microbatch_plan.plan`, with packed rows.
-        least: how many tokens all processes have together at least; padding fills them up.
+        plan: from `nrl.backends.training.layout.microbatch_plan.plan`, with packed rows.
+        min_tokens: how many tokens all processes have together at least; padding fills them up.
         multiple: of which the number of a process's tokens has to be.
         count: of processes along cp.
         rank: of this one.
         device: where to.
     """
-    assert work.rows is not None
-    assert work.places is not None
-    ids, positions = work.inputs["input_ids"][0], work.inputs["position_ids"][0]
-    size = max(len(ids), least)
+    assert plan.rows is not None
+    assert plan.places is not None
+    ids, positions = plan.inputs["input_ids"][0], plan.inputs["position_ids"][0]
+    size = max(len(ids), min_tokens)
     missing = size - len(ids) + -size % (multiple * (1 if count == 1 else 2 * count))
     ids, positions = (torch.nn.functional.pad(x, (0, missing)) for x in (ids, positions))
-    rows = filled_up(work.rows, missing)
+    rows = pad_rows(plan.rows, missing)
     mine = torch.arange(len(ids))
     if count > 1:
         assert isinstance(rows, Sequences)
-        mine, rows = cut(rows, len(ids), count, rank)
+        mine, rows = slice_rows(rows, len(ids), count, rank)
     where = torch.full((len(ids),), -1)
     where[mine] = torch.arange(len(mine))
-    places = where[work.places]
+    places = where[plan.places]
     read = torch.nonzero(places >= 0)[:, 0]
     ids, positions = (x[mine][None] for x in (ids, positions))
-    routes = work.routes
+    routes = plan.routes
     if routes is not None:
         any_legal = torch.arange(routes.shape[2], dtype=routes.dtype).expand(missing, *routes.shape[1:])
         routes = torch.cat([routes, any_legal])[mine]
-    own = places[read]
-    reads = torch.bincount(own, minlength=len(mine))  # here, since on a GPU it would wait
-    ids, positions, rows, own, reads = to_device((ids, positions, rows, own, reads), device)
-    return Tokens(ids, positions, over(rows), own, read, reads, routes)
+    local_places = places[read]
+    reads = torch.bincount(local_places, minlength=len(mine))  # here, since on a GPU it would wait
+    ids, positions, rows, local_places, reads = copy_to_device((ids, positions, rows, local_places, reads), device)
+    return Tokens(ids, positions, make_attention(rows), local_places, read, reads, routes)
 
 
-def filled_up(rows: Rectangles | Sequences, missing: int) -> Rectangles | Sequences:
-    """Rows with one more of ``missing`` tokens, which nobody reads."""
+def pad_rows(rows: Rectangles | Sequences, missing: int) -> Rectangles | Sequences:
+    """Add a row of ``missing`` tokens, which nobody reads."""
     if missing == 0:
         return rows
     if isinstance(rows, Rectangles):
         real = torch.cat([rows.real, torch.zeros(missing, dtype=torch.bool)])
         return Rectangles((*rows.blocks, Block(1, missing)), real)
     end = int(rows.cu_seqlens_q[-1])
-    more = torch.arange(end, end + missing)
+    padding = torch.arange(end, end + missing)
     return Sequences(
         cu_seqlens_q=_with_end(rows.cu_seqlens_q, missing),
         cu_seqlens_k=_with_end(rows.cu_seqlens_k, missing),
         max_seqlen_q=max(rows.max_seqlen_q, missing),
         max_seqlen_k=max(rows.max_seqlen_k, missing),
-        keys=None if rows.keys is None else torch.cat([rows.keys, more]),
+        keys=None if rows.keys is None else torch.cat([rows.keys, padding]),
         parent=torch.cat([rows.parent, torch.tensor([-1])]),
         shared=torch.cat([rows.shared, torch.tensor([0])]),
     )
 
 
-def _with_end(cumulative: Tensor, more: int) -> Tensor:
-    return torch.cat([cumulative, cumulative[-1:] + more])
+def _with_end(cumulative: Tensor, length: int) -> Tensor:
+    return torch.cat([cumulative, cumulative[-1:] + length])
 
 
-def cut(rows: Sequences, size: int, count: int, rank: int) -> tuple[Tensor, Sequences]:
-    """The part of flat tokens that one of ``count`` processes has, and how it attends to the keys of all.
+def slice_rows(rows: Sequences, size: int, count: int, rank: int) -> tuple[Tensor, Sequences]:
+    """Return the flat tokens that one of ``count`` processes has, and how they attend to the keys of all.
 
     Tokens are cut into ``2 * count`` chunks, of which process r has the r-th from the beginning and the r-th from the
     end: so all have about equally many keys before their queries.
@@ -117,9 +117,9 @@ def cut(rows: Sequences, size: int, count: int, rank: int) -> tuple[Tensor, Sequ
     def chunks(of: int) -> list[int]:
         return [of * chunk, (2 * count - 1 - of) * chunk]
 
-    every = torch.cat([torch.arange(first, first + chunk) for of in range(count) for first in chunks(of)])
-    gathered = torch.empty_like(every)
-    gathered[every] = torch.arange(size)
+    order = torch.cat([torch.arange(first, first + chunk) for of in range(count) for first in chunks(of)])
+    gathered = torch.empty_like(order)
+    gathered[order] = torch.arange(size)
     keys = torch.arange(size) if rows.keys is None else rows.keys
     begin, begin_k = rows.cu_seqlens_q.tolist(), rows.cu_seqlens_k.tolist()
     queries, seen = list[int](), list[Tensor]()
@@ -130,7 +130,7 @@ def cut(rows: Sequences, size: int, count: int, rank: int) -> tuple[Tensor, Sequ
                 after = begin[row + 1] - y  # its own tokens after the last of these queries
                 queries.append(y - x)
                 seen.append(gathered[keys[begin_k[row] : begin_k[row + 1] - after]])
-    lengths = [len(each) for each in seen]
+    lengths = [len(keys_of_row) for keys_of_row in seen]
     part = Sequences(
         cu_seqlens_q=_cumulative(queries),
         cu_seqlens_k=_cumulative(lengths),
@@ -140,7 +140,7 @@ def cut(rows: Sequences, size: int, count: int, rank: int) -> tuple[Tensor, Sequ
         parent=torch.full((len(queries),), -1),
         shared=torch.tensor([k - q for q, k in zip(queries, lengths, strict=True)]),
     )
-    return every[rank * 2 * chunk : (rank + 1) * 2 * chunk], part
+    return order[rank * 2 * chunk : (rank + 1) * 2 * chunk], part
 
 
 def _cumulative(lengths: list[int]) -> Tensor:

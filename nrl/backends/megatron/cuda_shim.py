@@ -51,7 +51,7 @@ def _answers() -> list[tuple[Any, str, Callable[..., Any]]]:
 
 
 def _as_if_moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """The numbers of tokens that travel, in the form in which they are after a copy from a GPU."""
+    """Return the numbers of tokens that travel, in the form in which a copy from a GPU has them."""
     return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 
 
@@ -85,6 +85,7 @@ class _OnTheHost(TorchFunctionMode):
         if func is Tensor.cuda:
             return args[0]
         if func is Tensor.type and len(args) == 1 and not options:
-            name: str = func(*args).replace("torch.", "torch.cuda.", 1)  # the optimizers take these types alone,
-            return name.replace("Double", "Float")  # and compute rightly with float64
+            # The optimizers take the types of a GPU alone, and compute rightly with float64.
+            name: str = func(*args).replace("torch.", "torch.cuda.", 1)
+            return name.replace("Double", "Float")
         return func(*args, **options)

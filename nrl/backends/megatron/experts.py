@@ -14,11 +14,11 @@ from torch import Tensor
 
 from nrl.backends.models.moe_routers import Routers
 
-__all__ = ["chosen_by", "experts", "forget_loads", "loads"]
+__all__ = ["experts", "forget_loads", "loads", "router_sizes"]
 
 
-class _Chosen(NamedTuple):
-    """What stands in the place of Megatron's ``RouterReplay``, which is one for all micro-batches."""
+class _ReplayedChoice(NamedTuple):
+    """A replacement of Megatron's ``RouterReplay``, which would be one for all micro-batches."""
 
     routes: Tensor
 
@@ -28,7 +28,7 @@ class _Chosen(NamedTuple):
 
 
 class _Router(TopKRouter):  # type: ignore[misc]  # Megatron has no types
-    """A router that chooses as it is told, and counts in training how many outputs are read at tokens of an expert."""
+    """A router that replays given choices, and counts in training the outputs read at tokens of each expert."""
 
     rows: Any = None
     """Of the micro-batch that it sees; along tp it sees a part of the tokens."""
@@ -45,7 +45,7 @@ class _Router(TopKRouter):  # type: ignore[misc]  # Megatron has no types
         mine = slice(first, first + len(input))
         if self.rows.routes is not None:
             layer = sum(self.config.moe_layer_freq[: self.layer_number - 1])
-            self.router_replay = _Chosen(self.rows.routes[mine, layer].to(input.device, torch.int64))
+            self.router_replay = _ReplayedChoice(self.rows.routes[mine, layer].to(input.device, torch.int64))
         try:
             probs, chosen = super().forward(input)
         finally:
@@ -69,14 +69,14 @@ class _Experts(MoELayer):  # type: ignore[misc]
 
 
 def experts() -> Any:
-    """What makes a layer of experts; each is whole in one process along ep."""
+    """Return a factory of layers of experts; each expert is whole in one process along ep."""
     linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     parts = MoESubmodules(experts=partial(SequentialMLP, submodules=linear), router=_Router)
     return partial(_Experts, submodules=parts)
 
 
-def chosen_by(config: Any) -> Routers | None:
-    """What the routers of a model choose; None: it has no experts."""
+def router_sizes(config: Any) -> Routers | None:
+    """Return how many experts the routers of a model choose; None: it has no experts."""
     if not config.num_moe_experts:
         return None
     return Routers(sum(config.moe_layer_freq), config.moe_router_topk, config.num_moe_experts)
@@ -93,15 +93,15 @@ def forget_loads(stages: Sequence[Any]) -> None:
 
 
 def loads(stages: Sequence[Any]) -> Tensor | None:
-    """``[layers, experts]`` float64, what the routers of these stages have counted; zeros for layers elsewhere.
+    """Return the counts of the routers of these stages, ``[layers, experts]`` float64; zeros for layers elsewhere.
 
     None: the model has no experts.
     """
     config = stages[0].config
     if not config.num_moe_experts:
         return None
-    found = torch.zeros(config.num_layers, config.num_moe_experts, dtype=torch.float64)
+    counts = torch.zeros(config.num_layers, config.num_moe_experts, dtype=torch.float64)
     for router in _routers(stages):
         if router.load is not None:
-            found[router.layer_number - 1] = router.load.detach().cpu().double()
-    return found[torch.tensor(config.moe_layer_freq) == 1]
+            counts[router.layer_number - 1] = router.load.detach().cpu().double()
+    return counts[torch.tensor(config.moe_layer_freq) == 1]

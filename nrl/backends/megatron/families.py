@@ -1,4 +1,4 @@
-"""Families of models: what Megatron Core has to be told to compute what transformers computes."""
+"""Families of models, and the options with which Megatron Core computes the same as transformers."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ __all__ = ["Architecture", "ExpertNames", "architecture", "check_split"]
 
 
 class ExpertNames(NamedTuple):
-    """What files call the weights of a layer of experts; ``{}`` stands for an expert's number."""
+    """The names in files of the weights of a layer of experts; ``{}`` stands for an expert's number."""
 
     router: str
     gate: str
@@ -22,7 +22,7 @@ class ExpertNames(NamedTuple):
 
 
 class _Family(NamedTuple):
-    """What is different from Llama.
+    """The differences of a family from Llama.
 
     Args:
         fields: of Megatron's ``TransformerConfig``.
@@ -85,7 +85,7 @@ class Architecture(NamedTuple):
 
 
 def architecture(module: Any, layout: Layout) -> Architecture:
-    """The architecture of a transformers model, whose weights may take no memory.
+    """Return the architecture of a transformers model, whose weights may take no memory.
 
     Raises:
         ModelError: it is of no family that is known here, or has something that Megatron would compute otherwise; or
@@ -119,7 +119,7 @@ def architecture(module: Any, layout: Layout) -> Architecture:
     }
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
-    windows = tuple(None if each == "full_attention" else window for each in kinds)
+    windows = tuple(None if layer_type == "full_attention" else window for layer_type in kinds)
     frequencies = _rotary(module).inv_freq.detach().float()
     fields |= {**family.fields, **of_experts}
     padding_idx = module.get_input_embeddings().padding_idx
@@ -150,7 +150,7 @@ def check_split(layout: Layout, *, groups: int, layers: int, experts: int) -> No
 
 
 def _experts(kind: str, config: Any) -> dict[str, Any]:
-    """Fields for experts: softmax over all of them or, which is the same, over those chosen; no auxiliary loss."""
+    """Return the fields for experts: softmax over all or, with the same result, over the chosen; no auxiliary loss."""
     mixtral = kind == "mixtral"
     layers = range(config.num_hidden_layers)
     dense = (
@@ -177,9 +177,9 @@ def _check(kind: str, config: Any, module: Any) -> None:
     }
     for name, wrong in odd.items():
         if wrong:
-            found = rotation if name == "rope_type" else getattr(config, name)
+            value = rotation if name == "rope_type" else getattr(config, name)
             raise ModelError(
-                f"megatron.trainer: the config of this {kind} model has {name}={found!r}, which it does not compute; "
+                f"megatron.trainer: the config of this {kind} model has {name}={value!r}, which it does not compute; "
                 "fsdp.trainer does"
             )
 

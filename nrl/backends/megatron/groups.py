@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
-from nrl.backends.training.collectives import Peers
+from nrl.backends.training.collectives import ProcessGroup
 from nrl.errors import PlacementError
 from nrl.runtime.mesh.layout import Layout
 
@@ -19,7 +19,7 @@ __all__ = ["Groups", "groups", "instances", "is_expert"]
 
 @attrs.frozen
 class Groups:
-    """Where this process is in a layout, and the groups that it is in.
+    """The place of this process in a layout, and its process groups.
 
     Args:
         layout: of the processes.
@@ -28,7 +28,7 @@ class Groups:
     """
 
     layout: Layout
-    peers: Peers
+    peers: ProcessGroup
     collection: Any
 
     @property
@@ -42,29 +42,29 @@ class Groups:
         return int(self.collection.cp.rank())
 
     def first_copy(self, parameter: Tensor) -> bool:
-        """Whether no process before this one, of those with the same place along tp, holds the same of a parameter."""
+        """Return whether no earlier process at the same place along tp holds the same part of a parameter."""
         return int((self.collection.expt_dp if is_expert(parameter) else self.collection.dp_cp).rank()) == 0
 
     def first_shards(self, parameter: Tensor) -> bool:
-        """Whether no process before this one keeps the same part of a parameter's training."""
+        """Return whether no earlier process keeps the same part of a parameter's training state."""
         expert = is_expert(parameter)
-        every = self.collection.expt_dp if expert else self.collection.dp_cp
+        copies = self.collection.expt_dp if expert else self.collection.dp_cp
         sharing = self.collection.intra_expt_dp if expert else self.collection.intra_dp_cp
-        return int(every.rank()) < int(sharing.size())
+        return int(copies.rank()) < int(sharing.size())
 
     @property
-    def speaks(self) -> bool:
-        """Whether the outputs of this process count: of those that have the same, the first."""
+    def is_output_rank(self) -> bool:
+        """True for the first of the processes that have the same outputs: only its outputs count."""
         return int(self.collection.pp.rank()) == self.layout.pp - 1 and self.tp == 0 and self.cp == 0
 
 
 def is_expert(parameter: Tensor) -> bool:
-    """Whether a parameter is an expert's, which lies whole in one of the processes along ep."""
+    """Return whether a parameter is an expert's, which lies whole in one of the processes along ep."""
     return not getattr(parameter, "allreduce", True)
 
 
 def instances(layout: Layout) -> int:
-    """How many copies of the optimizer there are, each shared by ``layout.shard`` processes; 1 if none is shared.
+    """Return the number of copies of the optimizer, each shared by ``layout.shard`` processes; 1 if none is shared.
 
     >>> instances(Layout(dp=4, shard=2)), instances(Layout(dp=4)), instances(Layout(dp=4, shard=1))
     (2, 1, 1)
@@ -77,7 +77,7 @@ _LAID_OUT: list[Layout] = []
 
 
 def groups(layout: Layout, mesh: DeviceMesh | None) -> Groups:
-    """The groups of a layout; a collective of all processes of the mesh, which are all processes there are.
+    """Make the groups of a layout; a collective of all processes of the mesh, which have to be all processes.
 
     Raises:
         PlacementError: there are not as many processes as the layout takes.
@@ -106,21 +106,23 @@ def groups(layout: Layout, mesh: DeviceMesh | None) -> Groups:
                 create_gloo_process_groups=False,
             )
         _LAID_OUT[:] = [layout]
-    whole = None
+    world = None
     if layout.slots > 1:
         assert mesh is not None
         assert dist.group.WORLD is not None
-        whole = DeviceMesh.from_group(dist.group.WORLD, mesh.device_type, mesh_dim_names=("all",))
-    return Groups(layout, Peers(whole), ProcessGroupCollection.use_mpu_process_groups())
+        world = DeviceMesh.from_group(dist.group.WORLD, mesh.device_type, mesh_dim_names=("all",))
+    return Groups(layout, ProcessGroup(world), ProcessGroupCollection.use_mpu_process_groups())
 
 
 def _end(parallel_state: Any) -> None:
     """End the groups of an earlier layout, of which each has threads of its own."""
-    made = {id(x): x for x in vars(parallel_state).values() if isinstance(x, dist.ProcessGroup)}
+    process_groups = {id(x): x for x in vars(parallel_state).values() if isinstance(x, dist.ProcessGroup)}
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
-    for group in made.values():
+    for group in process_groups.values():
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
-    if made:  # Megatron's copies refer to themselves and keep their groups, each with threads, which poll over gloo
+    if (
+        process_groups
+    ):  # Megatron's copies refer to themselves and keep their groups, each with threads, which poll over gloo
         gc.collect()

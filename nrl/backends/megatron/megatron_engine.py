@@ -17,30 +17,29 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from nrl.algos import Loss, name_of, needed
-from nrl.backends.megatron import adapters, checkpoint_io, stored
-from nrl.backends.megatron import pipeline as of
-from nrl.backends.megatron.cp_slice import Tokens, tokens
+from nrl.backends.megatron import checkpoint_io, lora_layers, pipeline, saved_state
+from nrl.backends.megatron.cp_slice import Tokens, slice_tokens
 from nrl.backends.megatron.cuda_shim import host
-from nrl.backends.megatron.experts import chosen_by, forget_loads, loads
+from nrl.backends.megatron.experts import forget_loads, loads, router_sizes
 from nrl.backends.megatron.families import architecture
 from nrl.backends.megatron.groups import Groups, groups
 from nrl.backends.megatron.options import Options
-from nrl.backends.megatron.weights import joined, own, spoken
+from nrl.backends.megatron.weight_views import local_shards, merge_adjacent, owned_shards
 from nrl.backends.models import loading, lora, weight_layout
 from nrl.backends.models.named_weights import head_weight, named_tensors
-from nrl.backends.models.shards import Filling, whole
-from nrl.backends.training.adapters import Adapter, params_of
-from nrl.backends.training.collectives import HeldError
+from nrl.backends.models.shards import ShardLoader, full_shard
+from nrl.backends.training.adapters import AdapterParams, params_of
+from nrl.backends.training.collectives import DeferredError
 from nrl.backends.training.expert_load import balance
-from nrl.backends.training.layout.h2d import to_device
-from nrl.backends.training.layout.microbatch_plan import Outputs, Plan, left_out_of, plan, read_by, with_outputs
-from nrl.backends.training.loss.mask_probe import Curious
-from nrl.backends.training.loss.step_sums import IDLE, StepSums, check_norm, evened, step_metrics
+from nrl.backends.training.layout.h2d import copy_to_device
+from nrl.backends.training.layout.microbatch_plan import Outputs, Plan, find_skipped, output_mask, plan, read_mask
+from nrl.backends.training.loss.mask_probe import MaskProbe
+from nrl.backends.training.loss.step_sums import IDLE, StepSums, check_norm, even_out, step_metrics
 from nrl.backends.training.optim.optimizers import Optimizer, set_learning_rate
 from nrl.backends.training.outputs.output_heads import PROVIDES, widths
-from nrl.backends.training.router_replay import where_routed
+from nrl.backends.training.router_replay import require_routes
 from nrl.backends.training.saving import storage
-from nrl.backends.training.saving.save_plan import ToSave
+from nrl.backends.training.saving.save_plan import SavePlan
 from nrl.backends.types import Model, Piece
 from nrl.batch import Batch
 from nrl.batch.metrics import Metrics
@@ -52,7 +51,7 @@ from nrl.runtime.mesh.layout import Layout
 
 __all__ = ["MegatronEngine", "MegatronState"]
 
-type _Params = of.Stages | Adapter[of.Stages]
+type _Params = pipeline.Stages | AdapterParams[pipeline.Stages]
 
 
 class MegatronState(NamedTuple):
@@ -63,7 +62,7 @@ class MegatronState(NamedTuple):
     step: int
 
     @property
-    def stages(self) -> of.Stages:
+    def stages(self) -> pipeline.Stages:
         """The stages themselves."""
         return [copy.module for copy in self.copies]
 
@@ -79,10 +78,10 @@ class MegatronEngine:
     device: torch.device
     layout: Layout
     mesh: DeviceMesh | None = None
-    _at: Groups = attrs.field(
+    _groups: Groups = attrs.field(
         default=attrs.Factory(lambda self: groups(self.layout, self.mesh), takes_self=True), init=False, repr=False
     )
-    _curious: Curious = attrs.field(factory=Curious, init=False, repr=False)
+    _mask_probe: MaskProbe = attrs.field(factory=MaskProbe, init=False, repr=False)
 
     @property
     def provides(self) -> frozenset[str]:
@@ -102,106 +101,121 @@ class MegatronEngine:
     # --- states and params
 
     def init(self) -> MegatronState:
-        """A fresh train state."""
-        stages = self._loaded(self.model, "trainer.init")
+        """Make a fresh train state."""
+        stages = self._load_stages(self.model, "trainer.init")
         with host(self.device):
-            copies = of.replicas(stages, self._at, self.options.copies)
-            return MegatronState(copies, of.optimizer(self.optimizer, copies, self._at, self.options.optimizer), 0)
+            copies = pipeline.make_replicas(stages, self._groups, self.options.copies)
+            return MegatronState(
+                copies, pipeline.make_optimizer(self.optimizer, copies, self._groups, self.options.optimizer), 0
+            )
 
-    def receive(self, state: MegatronState) -> "_Receiving":
+    def receive(self, state: MegatronState) -> saved_state.OptimizerReceiver:
         """Replace the weights of a fresh train state."""
         stages, skeleton = state.stages, checkpoint_io.skeleton(self.model)
-        own = partial(checkpoint_io.fillable, stages, skeleton, self._at)
-        return _Receiving(lora.Receiving(own, partial(adapters.clear, stages), "trainer.init"), state.optimizer)
+        select = partial(checkpoint_io.shards_to_fill, stages, skeleton, self._groups)
+        return saved_state.OptimizerReceiver(
+            lora.LoraReceiver(select, partial(lora_layers.clear, stages), "trainer.init"), state.optimizer
+        )
 
-    def params(self, state: MegatronState) -> of.Stages:
-        """The stages of a train state."""
+    def params(self, state: MegatronState) -> pipeline.Stages:
+        """Return the stages of a train state."""
         for copy in state.copies:
-            if copy.ddp_config.overlap_param_gather:  # what the last step wrote may be in other processes still
+            if copy.ddp_config.overlap_param_gather:  # Weights of the last step may still be in other processes.
                 with host(self.device):
                     copy.start_param_sync(force_sync=True)
         return state.stages
 
-    def adapter(self, params: _Params) -> Adapter[of.Stages]:
-        """The adapter of stages."""
-        return Adapter(params_of(params))
+    def adapter(self, params: _Params) -> AdapterParams[pipeline.Stages]:
+        """Return the adapter of stages."""
+        return AdapterParams(params_of(params))
 
-    def load(self, source: str | None) -> of.Stages:
-        """Frozen stages."""
+    def load(self, source: str | None) -> pipeline.Stages:
+        """Load frozen stages."""
         model = self.model if source is None else attrs.evolve(self.model, source=source, lora=None)
-        return _frozen(self._loaded(model, "trainer.load"))
+        return _freeze(self._load_stages(model, "trainer.load"))
 
-    def freeze(self, params: of.Stages) -> of.Stages:
-        """A frozen copy."""
+    def freeze(self, params: pipeline.Stages) -> pipeline.Stages:
+        """Return a frozen copy."""
         model = params[0].model
-        made = self._built(model, checkpoint_io.skeleton(model))
+        copies = self._build_stages(model, checkpoint_io.skeleton(model))
         with torch.no_grad():
-            for copy, stage in zip(made, params, strict=True):
-                for mine, other in zip(copy.parameters(), stage.parameters(), strict=True):
+            for frozen, stage in zip(copies, params, strict=True):
+                for mine, other in zip(frozen.parameters(), stage.parameters(), strict=True):
                     mine.copy_(other)
-        return _frozen(made)
+        return _freeze(copies)
 
     def pieces(self, params: _Params) -> Iterator[Piece]:
-        """What this process has of the weights, with adapters added in, if no process before it has the same."""
-        if isinstance(params, Adapter):
-            return (piece for piece in spoken(params.params, self._at) if lora.trained(piece.name))
-        return adapters.merged(joined(spoken(params, self._at)), params)
+        """Yield this process's pieces of the weights, with adapters added, that no earlier process has."""
+        if isinstance(params, AdapterParams):
+            return (piece for piece in owned_shards(params.params, self._groups) if lora.is_trained(piece.name))
+        return lora_layers.merge_adapters(merge_adjacent(owned_shards(params, self._groups)), params)
 
     # --- outputs and steps
 
-    def forward(self, params: of.Stages, microbatches: Iterable[Batch], needs: frozenset[str]) -> Sequence[TensorDict]:
-        """Outputs without gradients, on the CPU; in processes of the last stage."""
-        asked = needs | {"top_k_ids", "top_k_logprobs"}
-        parts, _ = evened(self._at.peers, "forward", microbatches)
-        parts = self._rounded(parts)
-        held, found = HeldError(self._at.peers), dict[int, TensorDict]()
-        every = partial(with_outputs, head=self.model.head)
-        wanted = every if self.model.head == "reward" else where_routed(every)
-        works, cut = self._planned(params, parts, wanted, needs, held, "forward")
+    def forward(
+        self, params: pipeline.Stages, microbatches: Iterable[Batch], needs: frozenset[str]
+    ) -> Sequence[TensorDict]:
+        """Compute outputs without gradients, on the CPU, in processes of the last stage."""
+        names = needs | {"top_k_ids", "top_k_logprobs"}
+        parts, _ = even_out(self._groups.peers, "forward", microbatches)
+        parts = self._round_up(parts)
+        deferred, results = DeferredError(self._groups.peers), dict[int, TensorDict]()
+        all_outputs = partial(output_mask, head=self.model.head)
+        select = all_outputs if self.model.head == "reward" else require_routes(all_outputs)
+        plans, slices = self._plan_all(params, parts, select, needs, deferred, "forward")
 
         def compute(number: int, hidden: Tensor) -> Tensor:
-            with held.back():
-                out = of.outputs(
-                    params[-1], hidden, works[number], cut[number], needs, self.model.head, self._at, held.back
+            with deferred.capture():
+                out = pipeline.compute_outputs(
+                    params[-1],
+                    hidden,
+                    plans[number],
+                    slices[number],
+                    needs,
+                    self.model.head,
+                    self._groups,
+                    deferred.capture,
                 )
-                values = {key: self._gathered(out.scatter(x)) for key, x in out.values.items() if key in asked}
-                found[number] = TensorDict(values, batch_size=parts[number].batch_size).cpu()
+                values = {key: self._gather_outputs(out.scatter(x)) for key, x in out.values.items() if key in names}
+                results[number] = TensorDict(values, batch_size=parts[number].batch_size).cpu()
             return hidden.new_zeros(())
 
         for stage in params:
             stage.eval()
         with torch.no_grad(), host(self.device):
-            of.passes(params, cut, compute, self._at, backward=False)
-        held.meet("forward")
-        return [found[number] for number in sorted(found) if parts[number] is not IDLE]
+            pipeline.run_passes(params, slices, compute, self._groups, backward=False)
+        deferred.gather_or_raise("forward")
+        return [results[number] for number in sorted(results) if parts[number] is not IDLE]
 
     def train(
         self, state: MegatronState, loss: Loss, microbatches: Iterable[Batch], weights: Mapping[str, float]
     ) -> tuple[MegatronState, Metrics]:
-        """One optimizer step; either steps once or raises and leaves the state as it was."""
+        """Take one optimizer step, or raise and leave the state as it was."""
         copies, optimizer, step = state
         for copy in copies:
             copy.train()
         with host(self.device):
             self._clear(state)
-            compute = partial(self._sums, state, loss, weights)
-            metrics = self._curious.sums(self._at.peers, loss, microbatches, compute, partial(self._clear, state))
+            compute = partial(self._compute_sums, state, loss, weights)
+            metrics = self._mask_probe.compute_sums(
+                self._groups.peers, loss, microbatches, compute, partial(self._clear, state)
+            )
             optimizer.prepare_grads()
             norm = torch.as_tensor(optimizer.get_grad_norm(), dtype=torch.float32)
             check_norm(f"train_step({name_of(loss)})", norm, step)
             rate = set_learning_rate(optimizer.param_groups, self.optimizer, step)
             optimizer.step()
-        metrics |= step_metrics(norm, rate) | self._balance(state.stages)
+        metrics |= step_metrics(norm, rate) | self._measure_balance(state.stages)
         return MegatronState(copies, optimizer, step + 1), metrics
 
-    def _balance(self, stages: of.Stages) -> Metrics:
-        found = loads(stages)
-        if found is None:
+    def _measure_balance(self, stages: pipeline.Stages) -> Metrics:
+        counts = loads(stages)
+        if counts is None:
             return {}
-        if not self._at.peers.alone:
-            found = found.to(self.device)
-            dist.all_reduce(found, group=self._at.peers.group)
-        return balance(found.cpu())
+        if not self._groups.peers.is_single:
+            counts = counts.to(self.device)
+            dist.all_reduce(counts, group=self._groups.peers.group)
+        return balance(counts.cpu())
 
     def _clear(self, state: MegatronState) -> None:
         for copy in state.copies:
@@ -209,7 +223,7 @@ class MegatronEngine:
         forget_loads(state.stages)
         state.optimizer.zero_grad()
 
-    def _sums(
+    def _compute_sums(
         self,
         state: MegatronState,
         loss: Loss,
@@ -217,69 +231,73 @@ class MegatronEngine:
         microbatches: Sequence[Batch],
         everywhere: bool,
     ) -> Metrics | None:
-        """The sums over the micro-batches of all processes; None: the loss reads outputs that have been left out."""
+        """Compute the sums over the micro-batches of all processes; None: the loss reads outputs that were skipped."""
         name, needs = name_of(loss), needed(loss) | (self.provides & {"logprobs"})
-        sums = StepSums(loss, name, weights, self.device, self._at.speaks)
-        held, read = HeldError(self._at.peers), 0
-        parts = self._rounded(microbatches)
+        sums = StepSums(loss, name, weights, self.device, self._groups.is_output_rank)
+        deferred, read = DeferredError(self._groups.peers), 0
+        parts = self._round_up(microbatches)
         last_stage = state.stages[-1]
-        wanted = partial(read_by, head=self.model.head, everywhere=everywhere)
-        works, cut = self._planned(state.stages, parts, wanted, needs, held, f"train_step({name})")
+        select = partial(read_mask, head=self.model.head, everywhere=everywhere)
+        plans, slices = self._plan_all(state.stages, parts, select, needs, deferred, f"train_step({name})")
 
         def slope(number: int, hidden: Tensor) -> Tensor:
             nonlocal read
-            batch, work = parts[number], works[number]
-            out = of.outputs(last_stage, hidden, work, cut[number], needs, self.model.head, self._at, held.back)
+            batch, work = parts[number], plans[number]
+            out = pipeline.compute_outputs(
+                last_stage, hidden, work, slices[number], needs, self.model.head, self._groups, deferred.capture
+            )
             gradients: Mapping[str, Tensor] | None = None
             if batch is not IDLE:
                 read += len(work.source)
-                whole = {key: self._gathered(out.scatter(x.detach())) for key, x in out.values.items()}
-                with held.back():
-                    left_out = left_out_of(batch, wanted(batch), self.model.head)
-                    gradients = sums.add(whole, *to_device((batch, left_out), self.device))
+                outputs = {key: self._gather_outputs(out.scatter(x.detach())) for key, x in out.values.items()}
+                with deferred.capture():
+                    left_out = find_skipped(batch, select(batch), self.model.head)
+                    gradients = sums.add(outputs, *copy_to_device((batch, left_out), self.device))
             return _slope(out, gradients)
 
-        of.passes(state.copies, cut, slope, self._at, backward=True)
-        return sums.over_all(held, parts, works, read)
+        pipeline.run_passes(state.copies, slices, slope, self._groups, backward=True)
+        return sums.reduce_all(deferred, parts, plans, read)
 
-    def _planned(
+    def _plan_all(
         self,
-        stages: of.Stages,
+        stages: pipeline.Stages,
         parts: Sequence[Batch],
-        wanted: Callable[[Batch], Tensor],
+        select: Callable[[Batch], Tensor],
         needs: frozenset[str],
-        held: HeldError,
-        who: str,
+        deferred: DeferredError,
+        caller: str,
     ) -> tuple[list[Plan], list[Tokens]]:
-        """The plans of all micro-batches, and of each the tokens of this process."""
-        works, config, words = list[Plan](), stages[0].config, stages[0].words
-        routers = chosen_by(config)
-        with held.back():
+        """Return the plans of all micro-batches, and this process's tokens of each."""
+        plans, config, words = list[Plan](), stages[0].config, stages[0].words
+        routers = router_sizes(config)
+        with deferred.capture():
             for part in parts:
-                some = self.provides & {"rewards"} if part is IDLE else needs  # it has no columns to ask for
-                works.append(
-                    plan(part, wanted(part), self.packing, words=words, needs=some, always=True, routers=routers)
+                names = self.provides & {"rewards"} if part is IDLE else needs  # it has no columns to ask for
+                plans.append(
+                    plan(part, select(part), self.packing, words=words, needs=names, always=True, routers=routers)
                 )
-        held.meet(who)
+        deferred.gather_or_raise(caller)
         multiple = self.layout.tp if config.sequence_parallel else 1
         # Where shapes do not travel with the tokens, all micro-batches have as many
-        least = 0 if config.variable_seq_lengths else max(work.inputs["input_ids"].shape[1] for work in works)
-        return works, [tokens(work, least, multiple, self.layout.cp, self._at.cp, self.device) for work in works]
+        min_tokens = 0 if config.variable_seq_lengths else max(work.inputs["input_ids"].shape[1] for work in plans)
+        return plans, [
+            slice_tokens(work, min_tokens, multiple, self.layout.cp, self._groups.cp, self.device) for work in plans
+        ]
 
-    def _rounded(self, parts: Sequence[Batch]) -> list[Batch]:
-        """As many micro-batches as an interleaved pipeline takes: a multiple of its stages."""
+    def _round_up(self, parts: Sequence[Batch]) -> list[Batch]:
+        """Fill up micro-batches to a multiple of the stages of an interleaved pipeline."""
         missing = -len(parts) % self.layout.pp if self.layout.vp > 1 else 0
         return [*parts, *[IDLE] * (missing + (not parts))]
 
-    def _gathered(self, values: Tensor) -> Tensor:
-        """Outputs of all tokens, of which each process along cp has computed some."""
+    def _gather_outputs(self, values: Tensor) -> Tensor:
+        """Return outputs of all tokens, of which each process along cp has computed some."""
         if self.layout.cp > 1:
-            dist.all_reduce(values, group=self._at.collection.cp)
+            dist.all_reduce(values, group=self._groups.collection.cp)
         return values
 
     # --- weights
 
-    def _built(self, model: Model, skeleton: Any) -> of.Stages:
+    def _build_stages(self, model: Model, skeleton: Any) -> pipeline.Stages:
         arch, dtype = architecture(skeleton, self.layout), getattr(torch, model.dtype)
         if arch.experts is not None and self.layout.tp > 1 and not self.options.model.get("sequence_parallel", True):
             raise ConfigError(
@@ -288,104 +306,90 @@ class MegatronEngine:
             )
         fit_threads(skeleton, self.device)
         with host(self.device):
-            stages = of.build(arch, model.head, self.options.model, dtype, self._at, self.device)
+            stages = pipeline.build(arch, model.head, self.options.model, dtype, self._groups, self.device)
         for stage in stages:
             stage.model = model
             if model.lora is not None:
-                adapters.add(stage, skeleton, self._at)
+                lora_layers.add(stage, skeleton, self._groups)
         return stages
 
-    def _loaded(self, model: Model, who: str) -> of.Stages:
-        """Stages with a model's weights, which the first process reads for all, one at a time."""
-        held, peers = HeldError(self._at.peers), self._at.peers
+    def _load_stages(self, model: Model, caller: str) -> pipeline.Stages:
+        """Build stages with a model's weights, which the first process reads for all, one at a time."""
+        deferred, peers = DeferredError(self._groups.peers), self._groups.peers
         module: Any = None
         read: Any = None
-        with held.back():
+        with deferred.capture():
             if peers.rank == 0:
-                module, read = checkpoint_io.read(model)
-        held.meet(who)
+                module, read = checkpoint_io.read_model(model)
+        deferred.gather_or_raise(caller)
         skeleton = checkpoint_io.skeleton(model)
-        stages, found = self._built(model, skeleton), weight_layout.parts(skeleton)
-        filling = Filling(checkpoint_io.fillable(stages, skeleton, self._at), who, other_head=True)
-        there = dict(named_tensors(module)) if module is not None else {}
+        stages, parts = self._build_stages(model, skeleton), weight_layout.find_parts(skeleton)
+        loader = ShardLoader(checkpoint_io.shards_to_fill(stages, skeleton, self._groups), caller, other_head=True)
+        tensors = dict(named_tensors(module)) if module is not None else {}
         for name, like in named_tensors(skeleton):
             value = torch.zeros(like.shape, dtype=like.dtype)
-            with held.back():
+            with deferred.capture():
                 if peers.rank == 0:
-                    value = (read(name) if there[name].is_meta else there[name]).to(like.dtype)
+                    value = (read(name) if tensors[name].is_meta else tensors[name]).to(like.dtype)
             value = value.to(self.device).contiguous()
-            if not peers.alone:
+            if not peers.is_single:
                 dist.broadcast(value, group=peers.group, group_src=0)
-            filling.add(weight_layout.cut([whole(name, value)], found))
-        filling.end()
-        held.meet(who)
+            loader.add(weight_layout.split_for_files([full_shard(name, value)], parts))
+        loader.end()
+        deferred.gather_or_raise(caller)
         return stages
 
     # --- folders
 
-    def save(self, state: MegatronState, params: _Params) -> ToSave:
-        """Stages and optimizer."""
-        pieces = partial(stored.of_training, state.copies, state.optimizer, self._at, spoken=True)
-        return checkpoint_io.to_save(params, pieces, state.step, self._at)
+    def save(self, state: MegatronState, params: _Params) -> SavePlan:
+        """Plan to save stages and optimizer."""
+        pieces = partial(saved_state.iter_training_state, state.copies, state.optimizer, self._groups, owned=True)
+        return checkpoint_io.plan_save(params, pieces, state.step, self._groups)
 
     def restore(self, folder: Folder, record: Mapping[str, Any]) -> MegatronState:
         """Read files of `save`, which any number of processes wrote, of this engine or another one."""
         storage.check_optimizer(record, self.optimizer.kind)
         copies, optimizer, _ = state = self.init()  # the optimizer's settings come from the configuration
 
-        def pieces(there: Collection[str], wanted: Callable[[str], bool]) -> Iterator[Piece]:
-            if any(name.startswith(storage.MOMENTS) for name in there):
-                stored.fresh_moments(optimizer)
-            yield from stored.of_training(copies, optimizer, self._at, spoken=False, wanted=wanted)
+        def pieces(stored: Collection[str], is_wanted: Callable[[str], bool]) -> Iterator[Piece]:
+            if any(name.startswith(storage.MOMENTS) for name in stored):
+                saved_state.fresh_moments(optimizer)
+            yield from saved_state.iter_training_state(
+                copies, optimizer, self._groups, owned=False, is_wanted=is_wanted
+            )
 
         with host(self.device):
-            checkpoint_io.restore(folder, state.stages, pieces, record, self._at)
-            stored.updated(copies, optimizer)
+            checkpoint_io.restore(folder, state.stages, pieces, record, self._groups)
+            saved_state.update_model(copies, optimizer)
         return state._replace(step=record["step"])
 
-    def save_params(self, params: _Params) -> ToSave:
-        """Stages."""
-        pieces = partial(stored.of_model, spoken(params_of(params), self._at))
-        return checkpoint_io.to_save(params, pieces, 0, self._at)
+    def save_params(self, params: _Params) -> SavePlan:
+        """Plan to save stages."""
+        pieces = partial(saved_state.name_weights, owned_shards(params_of(params), self._groups))
+        return checkpoint_io.plan_save(params, pieces, 0, self._groups)
 
-    def restore_params(self, folder: Folder, record: Mapping[str, Any]) -> of.Stages:
+    def restore_params(self, folder: Folder, record: Mapping[str, Any]) -> pipeline.Stages:
         """Read files of `save_params`."""
         model = self.model if record["lora"] else attrs.evolve(self.model, lora=None)
-        stages = _frozen(self._loaded(model, "trainer.restore"))
+        stages = _freeze(self._load_stages(model, "trainer.restore"))
 
-        def pieces(_: Collection[str], wanted: Callable[[str], bool]) -> Iterator[Piece]:
-            return stored.of_model((piece for _, piece, _ in own(stages, self._at)), wanted)
+        def pieces(_: Collection[str], is_wanted: Callable[[str], bool]) -> Iterator[Piece]:
+            return saved_state.name_weights((piece for _, piece, _ in local_shards(stages, self._groups)), is_wanted)
 
-        checkpoint_io.restore(folder, stages, pieces, record, self._at)
+        checkpoint_io.restore(folder, stages, pieces, record, self._groups)
         return stages
 
     def export(self, params: _Params, folder: Path) -> None:
         """Write a folder that transformers and vLLM load; of an adapter, one that peft loads."""
-        checkpoint_io.export(folder, params, self.pieces(params), self._at)
+        checkpoint_io.export(folder, params, self.pieces(params), self._groups)
 
 
-def _frozen(stages: of.Stages) -> of.Stages:
+def _freeze(stages: pipeline.Stages) -> pipeline.Stages:
     return [stage.requires_grad_(False) for stage in stages]
 
 
-class _Receiving:
-    """Takes weights, and lets the optimizer know."""
-
-    def __init__(self, receiving: lora.Receiving, optimizer: Any) -> None:
-        self._receiving, self._optimizer = receiving, optimizer
-
-    def add(self, bucket: Sequence[Piece]) -> None:
-        """Take some pieces."""
-        self._receiving.add(bucket)
-
-    def end(self) -> None:
-        """Check that all have come."""
-        self._receiving.end()
-        self._optimizer.reload_model_params()
-
-
 def _slope(out: Outputs, gradients: Mapping[str, Tensor] | None) -> Tensor:
-    """A scalar whose gradient with respect to the outputs is the given one; None: zeros.
+    """Return a scalar whose gradient with respect to the outputs is the given one; None: zeros.
 
     It depends on every output, so that every parameter gets its gradient: else Megatron waits for some in vain.
     """

@@ -70,7 +70,7 @@ _OWN = {
     ),
     "the column 'routes' of a batch": ("moe_enable_routing_replay",),
 }
-"""What says it here, for the options that cannot be given."""
+"""The options of Megatron that nrl decides, by the argument that decides them."""
 
 _NOT_SUMS = (
     "moe_aux_loss_coeff",
@@ -107,7 +107,7 @@ class Options(NamedTuple):
     optimizer: dict[str, Any]
 
 
-def options(given: Mapping[str, Any]) -> Options:
+def options(values: Mapping[str, Any]) -> Options:
     """Sort options by where they belong.
 
     Raises:
@@ -117,13 +117,13 @@ def options(given: Mapping[str, Any]) -> Options:
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer import TransformerConfig
 
-    known = [
+    fields_of_configs = [
         {field.name for field in fields(kind)}
         for kind in (TransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
     ]
-    for name in given:
-        for instead, own in _OWN.items():
-            if name in own:
+    for name in values:
+        for instead, decided in _OWN.items():
+            if name in decided:
                 raise ConfigError(f"megatron.trainer: the option '{name}' follows from {instead}; leave it out")
         if name in _WITHOUT_EFFECT:
             raise ConfigError(
@@ -136,13 +136,13 @@ def options(given: Mapping[str, Any]) -> Options:
                 "micro-batch; no token is dropped and no auxiliary loss added here. Leave it out; the metric "
                 "experts/max_violation says how balanced experts are"
             )
-        if name == "moe_layer_recompute" or (name == "recompute_modules" and "moe" in given[name]):
+        if name == "moe_layer_recompute" or (name == "recompute_modules" and "moe" in values[name]):
             raise ConfigError(
                 f"megatron.trainer: {name} would compute routers again without the rows that they saw; "
                 "take checkpointing=True, which computes whole layers again"
             )
-        if not any(name in names for names in known):
-            near = difflib.get_close_matches(name, set().union(*known), 1)
+        if not any(name in names for names in fields_of_configs):
+            near = difflib.get_close_matches(name, set().union(*fields_of_configs), 1)
             hint = f"; did you mean '{near[0]}'?" if near else ""
             raise ConfigError(f"megatron.trainer: Megatron Core has no option '{name}'{hint}")
-    return Options(*({name: value for name, value in given.items() if name in names} for names in known))
+    return Options(*({name: value for name, value in values.items() if name in names} for names in fields_of_configs))

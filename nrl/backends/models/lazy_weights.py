@@ -17,104 +17,104 @@ import torch
 from torch import Tensor, nn
 
 from nrl.backends.models import loading, weight_layout
-from nrl.backends.models.deferred_init import noting
+from nrl.backends.models.deferred_init import record_init
 from nrl.backends.models.named_weights import is_head, is_score, weights
-from nrl.backends.models.shards import whole
+from nrl.backends.models.shards import full_shard
 from nrl.backends.types import Model, Piece
 from nrl.errors import ModelError
 
-__all__ = ["Unread", "emptied", "unread"]
+__all__ = ["LazyModel", "build_lazy", "without_weights"]
 
 _INDEX, _ONE = "model.safetensors.index.json", "model.safetensors"
 _PLAIN = {"F64", "F32", "BF16", "F16"}
-"""The dtypes of weights; others are of quantized ones, which transformers alone reads."""
+"""The dtypes of weights; other dtypes are of quantized weights, which only transformers reads."""
 
 
-class Unread(NamedTuple):
+class LazyModel(NamedTuple):
     """A model whose weights are to be read.
 
     Args:
-        module: the model; a parameter that takes no memory (of the device ``meta``) is to be read, others have values.
-        fill: fills a piece of a weight, under the name that the model has for it.
-        digest: of what is read, without reading all of it: two processes with the same one read the same.
+        module: the model; a parameter on the device ``meta`` is to be read, all others have values.
+        fill: fills a piece of a weight, by its name in the model.
+        digest: of the sources, without reading all of them: processes with equal digests read the same.
     """
 
     module: nn.Module
     fill: Callable[[Piece], None]
     digest: str = ""
 
-    def read(self, name: str) -> Tensor:
-        """All of a weight, in the dtype of the model."""
+    def load(self, name: str) -> Tensor:
+        """Return a full weight, in the dtype of the model."""
         like = weights(self.module)[name]
-        made = torch.empty(like.shape, dtype=like.dtype)
-        self.fill(whole(name, made))
-        return made
+        weight = torch.empty(like.shape, dtype=like.dtype)
+        self.fill(full_shard(name, weight))
+        return weight
 
-    def alike(self) -> str:
-        """A digest of this and of all values that are there, such as those of an adapter."""
-        found = hashlib.sha256(self.digest.encode())
+    def compute_digest(self) -> str:
+        """Compute a digest of the sources and of all values in memory, such as those of an adapter."""
+        digest = hashlib.sha256(self.digest.encode())
         for name, tensor in weights(self.module).items():
-            found.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
+            digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
             if not tensor.is_meta:
-                found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
-        return found.hexdigest()
+                digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+        return digest.hexdigest()
 
 
-def unread(model: Model, *, dtype: torch.dtype | None = None) -> Unread | None:
-    """As `nrl.backends.models.loading.build`, without reading or drawing a weight.
+def build_lazy(model: Model, *, dtype: torch.dtype | None = None) -> LazyModel | None:
+    """Build a model as `nrl.backends.models.loading.build` does, without reading or drawing a weight.
 
     None: only `build` can do it, as where transformers cuts a weight of files, or there are no safetensors files; or
     nobody can, and `build` says why.
 
     >>> from nrl import tiny
-    >>> found, module = unread(tiny.model(seed=3)), loading.build(tiny.model(seed=3))
-    >>> torch.equal(found.read("model.embed_tokens.weight"), module.model.embed_tokens.weight)
+    >>> lazy, module = build_lazy(tiny.model(seed=3)), loading.build(tiny.model(seed=3))
+    >>> torch.equal(lazy.load("model.embed_tokens.weight"), module.model.embed_tokens.weight)
     True
     """
     dtype = dtype or getattr(torch, model.dtype)
     try:
-        return _drawn(model, dtype) if isinstance(model.source, Mapping) else _stored(model, dtype)
+        return _build_random(model, dtype) if isinstance(model.source, Mapping) else _build_from_files(model, dtype)
     except ModelError:
         return None
 
 
-def _drawn(model: Model, dtype: torch.dtype) -> Unread | None:
+def _build_random(model: Model, dtype: torch.dtype) -> LazyModel | None:
     try:
-        with noting(model.seed) as draws:
+        with record_init(model.seed) as draws:
             module = loading.from_config(model)
             draws.end(module.parameters())
-    except Exception:  # of all kinds, and `build` says what is wrong
+    except Exception:  # Errors are of all kinds, and `build` reports them.
         return None
-    read: dict[nn.Parameter, Callable[[], Tensor]] = {}
-    made: dict[nn.Parameter, nn.Parameter] = {}  # tied ones once
+    readers: dict[nn.Parameter, Callable[[], Tensor]] = {}
+    parameters: dict[nn.Parameter, nn.Parameter] = {}  # tied ones once
     for part in module.modules():
         for name, old in part._parameters.items():
-            if old is not None and old not in made:
+            if old is not None and old not in parameters:
                 reader = draws.reader(old)
                 value = old.detach().to(dtype) if reader is None else old.detach().to("meta", dtype)
-                made[old] = nn.Parameter(value, old.requires_grad)
+                parameters[old] = nn.Parameter(value, old.requires_grad)
                 if reader is not None:
-                    read[made[old]] = reader
-            part._parameters[name] = None if old is None else made[old]
-    own = dict(module.named_parameters(remove_duplicate=False))
+                    readers[parameters[old]] = reader
+            part._parameters[name] = None if old is None else parameters[old]
+    named = dict(module.named_parameters(remove_duplicate=False))
 
     def fill(piece: Piece) -> None:
         if is_score(piece.name):
             piece.tensor.zero_()
         else:
-            piece.tensor.copy_(read[own[piece.name]]()[piece.index])
+            piece.tensor.copy_(readers[named[piece.name]]()[piece.index])
 
     with torch.no_grad():
-        for name, parameter in own.items():
+        for name, parameter in named.items():
             if is_score(name) and not parameter.is_meta:
                 parameter.zero_()
-    return Unread(loading.finished(module, model), fill)
+    return LazyModel(loading.finish(module, model), fill)
 
 
-def _stored(model: Model, dtype: torch.dtype) -> Unread | None:
+def _build_from_files(model: Model, dtype: torch.dtype) -> LazyModel | None:
     from safetensors import safe_open
 
-    there: dict[str, tuple[Path, list[int]]] = {}
+    stored: dict[str, tuple[Path, list[int]]] = {}
     try:
         folder = loading.files(model)
         paths = [] if folder is None else sorted(_paths(folder))
@@ -122,65 +122,65 @@ def _stored(model: Model, dtype: torch.dtype) -> Unread | None:
         for path in paths:
             with safe_open(path, "pt") as file:
                 for name in file.keys():
-                    if not _ignored(module, name):
+                    if not _is_ignored(module, name):
                         lazy = file.get_slice(name)
-                        there[name] = path, lazy.get_shape()
+                        stored[name] = path, lazy.get_shape()
                         if lazy.get_dtype() not in _PLAIN:
                             return None
-    except Exception:  # of all kinds, and `build` says what is wrong
+    except Exception:  # Errors are of all kinds, and `build` reports them.
         return None
-    own: dict[str, Tensor] = dict(module.state_dict(keep_vars=True))
-    if all(name in own or is_head(name) for name in there):
+    tensors: dict[str, Tensor] = dict(module.state_dict(keep_vars=True))
+    if all(name in tensors or is_head(name) for name in stored):
         module._weight_conversions = []  # files have the model's own form; so transformers remembers what it turned
-    parts = weight_layout.parts(module)
-    shapes = {part.name: list(part.shape) for each in parts.values() for part in each}
+    parts = weight_layout.find_parts(module)
+    shapes = {part.name: list(part.shape) for file_parts in parts.values() for part in file_parts}
     names: dict[int, list[str]] = {}
-    for name, each in parts.items():
-        if all(part.name in there for part in each):
-            names.setdefault(id(own[name]), []).append(name)
-    lacks = [name for name, tensor in own.items() if id(tensor) not in names and not is_score(name)]
-    others = [name for name in there if name not in shapes and not is_head(name)]
-    odd = [name for name in shapes if name in there and there[name][1] != shapes[name]]
-    if lacks or others or odd or getattr(module.config, "quantization_config", None):
+    for name, file_parts in parts.items():
+        if all(part.name in stored for part in file_parts):
+            names.setdefault(id(tensors[name]), []).append(name)
+    lacks = [name for name, tensor in tensors.items() if id(tensor) not in names and not is_score(name)]
+    unknown = [name for name in stored if name not in shapes and not is_head(name)]
+    misshapen = [name for name in shapes if name in stored and stored[name][1] != shapes[name]]
+    if lacks or unknown or misshapen or getattr(module.config, "quantization_config", None):
         return None
 
     def fill(piece: Piece) -> None:
-        found = names.get(id(own[piece.name]))
-        if found is None:
+        aliases = names.get(id(tensors[piece.name]))
+        if aliases is None:
             piece.tensor.zero_()  # a head that the files have not
             return
-        with ExitStack() as stack:  # as long as a file is open, all that was read stays mapped
+        with ExitStack() as stack:  # An open file keeps all blocks mapped that were read: close it after each weight.
             opened = functools.cache(lambda path: stack.enter_context(safe_open(path, "pt")))
-            for part in weight_layout.cut([attrs.evolve(piece, name=found[0])], parts):
+            for part in weight_layout.split_for_files([attrs.evolve(piece, name=aliases[0])], parts):
                 if part.tensor.numel():
-                    path, _ = there[part.name]
+                    path, _ = stored[part.name]
                     value = opened(path).get_slice(part.name)[part.index]
                     if not all(end.isfinite() for end in torch.aminmax(value)):
                         raise ModelError(
-                            f"Model(source={loading.called(model)}): '{part.name}' in {path.name} has numbers that are "
-                            "not finite; the file is damaged, or what was trained had diverged"
+                            f"Model(source={loading.display_name(model)}): '{part.name}' in {path.name} has numbers "
+                            "that are not finite; the file is damaged, or what was trained had diverged"
                         )
                     part.tensor.copy_(value)
 
-    found = Unread(module, fill, _digest(paths))
-    for several in names.values():
-        values = {_values(each, parts, there) for each in several} if len(several) > 1 else ()
+    model_on_disk = LazyModel(module, fill, _digest(paths))
+    for tied_names in names.values():
+        values = {_digest_parts(file_parts, parts, stored) for file_parts in tied_names} if len(tied_names) > 1 else ()
         if len(values) > 1:  # files have two tied weights, which differ: transformers does not tie them
             return None
     with torch.no_grad():
         for name, buffer in module.named_buffers():
-            if name in own:
-                fill(whole(name, buffer))
-    return found
+            if name in tensors:
+                fill(full_shard(name, buffer))
+    return model_on_disk
 
 
-def emptied(module: nn.Module) -> Unread:
-    """A model that nothing is read for: its weights come from elsewhere, or do not matter."""
-    return Unread(module, lambda piece: None)
+def without_weights(module: nn.Module) -> LazyModel:
+    """Wrap a model whose weights are never read: they come from elsewhere, or do not matter."""
+    return LazyModel(module, lambda piece: None)
 
 
 def _paths(folder: Path) -> Iterator[Path]:
-    """The files that transformers reads."""
+    """Yield the files that transformers reads."""
     if (folder / "adapter_config.json").is_file():  # transformers would put the adapter on
         return
     if (folder / _ONE).is_file():
@@ -189,31 +189,33 @@ def _paths(folder: Path) -> Iterator[Path]:
         yield from {folder / name for name in json.loads((folder / _INDEX).read_text())["weight_map"].values()}
 
 
-def _ignored(module: Any, name: str) -> bool:
-    """Whether the model's class says that files may have such a weight, and it is not used."""
+def _is_ignored(module: Any, name: str) -> bool:
+    """Return whether the model's class lists a weight of files as unused."""
     return any(re.search(pattern, name) for pattern in module._keys_to_ignore_on_load_unexpected or ())
 
 
-def _values(name: str, parts: weight_layout.Parts, there: Mapping[str, tuple[Path, list[int]]]) -> tuple[bytes, ...]:
-    """Digests of the weights of files that a weight of a model is made of."""
+def _digest_parts(
+    name: str, parts: weight_layout.Parts, stored: Mapping[str, tuple[Path, list[int]]]
+) -> tuple[bytes, ...]:
+    """Return digests of the weights of files that a weight of a model consists of."""
     from safetensors import safe_open
 
-    found = []
+    digests = []
     for part in parts[name]:
-        with safe_open(there[part.name][0], "pt") as file:
+        with safe_open(stored[part.name][0], "pt") as file:
             value = file.get_tensor(part.name).contiguous().view(-1).view(torch.uint8)
-            found.append(hashlib.sha256(value.numpy()).digest())
-    return tuple(found)
+            digests.append(hashlib.sha256(value.numpy()).digest())
+    return tuple(digests)
 
 
 def _digest(paths: list[Path]) -> str:
-    """Of files: their names and sizes, and 64 blocks of each, from the header on."""
-    found = hashlib.sha256()
+    """Compute a digest of files: their names and sizes, and 64 blocks of each, from the header on."""
+    digest = hashlib.sha256()
     for path in paths:
         size = path.stat().st_size
-        found.update(f"{path.name} {size}".encode())
+        digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:
-            for at in range(64):
-                file.seek(at * size // 64)
-                found.update(file.read(4096))
-    return found.hexdigest()
+            for block in range(64):
+                file.seek(block * size // 64)
+                digest.update(file.read(4096))
+    return digest.hexdigest()

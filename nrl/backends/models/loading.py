@@ -20,11 +20,11 @@ from nrl.log import waiting
 __all__ = [
     "GENERATION",
     "build",
-    "called",
+    "display_name",
     "dropout_off",
     "end_tokens",
     "files",
-    "finished",
+    "finish",
     "from_config",
     "frozen_token",
     "load_config",
@@ -61,7 +61,7 @@ def build(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
     1
     """
     dtype = dtype or getattr(torch, model.dtype)
-    auto, labels, wanted = _kind(model)
+    auto, labels, kind_name = _kind(model)
     try:
         if isinstance(model.source, Mapping):
             with torch.random.fork_rng(devices=[]):
@@ -71,35 +71,35 @@ def build(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
                 parameter.data = parameter.data.to(dtype)
             missing = {name for name in module.state_dict() if is_score(name)}
         else:
-            with _quiet(model.head != "lm"), _counting(f"loading the weights of {model.source}"):
+            with _quiet(model.head != "lm"), _replace_progress_bars(f"loading the weights of {model.source}"):
                 module, info = auto.from_pretrained(
                     locate_source(model.source),
                     dtype=dtype,
                     output_loading_info=True,
-                    trust_remote_code=model.trust_remote_code,  # with None it would ask on stdin
+                    trust_remote_code=model.trust_remote_code,  # None would make transformers ask on stdin.
                     **labels,
                 )
             missing = {name for name in info["missing_keys"] if is_score(name)}
-            if others := set(info["missing_keys"]) - missing:  # transformers has filled them at random, and warned
-                raise ValueError(f"its files lack the weights {a_few(sorted(others))}")
+            if lacking := set(info["missing_keys"]) - missing:  # transformers has filled them at random, and warned
+                raise ValueError(f"its files lack the weights {a_few(sorted(lacking))}")
     except Exception as error:  # transformers, and libraries that it reads files with, raise all kinds
-        raise ModelError(f"Model(source={called(model)}): {_reason(model.source, error, wanted)}") from error
+        raise ModelError(f"Model(source={display_name(model)}): {_reason(model.source, error, kind_name)}") from error
     for name, parameter in module.named_parameters():
         if name in missing:
             nn.init.zeros_(parameter)
-    return finished(module, model)
+    return finish(module, model)
 
 
 def _kind(model: Model) -> tuple[Any, dict[str, int], str]:
-    """The class of transformers that makes a model with this head, its arguments, and what to call such a model."""
+    """Return the class of transformers for a model with this head, its arguments, and the name of such a model."""
     import transformers
 
-    kind, wanted = _KINDS[model.head]
-    return getattr(transformers, kind), {} if model.head == "lm" else {"num_labels": 1}, wanted
+    kind, kind_name = _KINDS[model.head]
+    return getattr(transformers, kind), {} if model.head == "lm" else {"num_labels": 1}, kind_name
 
 
 def from_config(model: Model) -> Any:
-    """The model of a config as transformers makes it, in float32; it draws from torch's own generator.
+    """Build the model of a config as transformers does, in float32; it draws from torch's own generator.
 
     Raises:
         Exception: of any kind, from transformers.
@@ -112,7 +112,7 @@ def from_config(model: Model) -> Any:
     return auto.from_config(config, dtype=torch.float32)
 
 
-def finished(module: Any, model: Model) -> nn.Module:
+def finish(module: Any, model: Model) -> nn.Module:
     """Return the model without dropout, its pad embedding frozen or not, its experts computing in any dtype.
 
     torch has no grouped products in float64, so there experts are computed one after the other.
@@ -154,7 +154,7 @@ def frozen_token(model: Model) -> int | None:
 
 
 def files(model: Model) -> Path | None:
-    """The folder with the files of a model; one of the hub is fetched once for all processes of a node. None: a config.
+    """Return the folder of a model's files, fetched once a node from the hub; None: the source is a config.
 
     Raises:
         Exception: of any kind; the hub does not give it.
@@ -165,14 +165,14 @@ def files(model: Model) -> Path | None:
         return None
     if Path(model.source).is_dir():
         return Path(model.source)
-    wanted = [*_WANTED, "*.py"] if model.trust_remote_code else _WANTED
-    return Path(snapshot_download(str(model.source), allow_patterns=wanted, ignore_patterns=_UNWANTED))
+    patterns = [*_WANTED, "*.py"] if model.trust_remote_code else _WANTED
+    return Path(snapshot_download(str(model.source), allow_patterns=patterns, ignore_patterns=_UNWANTED))
 
 
 def locate_source(source: str | Path) -> str:
-    """Where transformers reads: a folder; a name of the hub; or, while that cannot be reached, what it gave before.
+    """Return where transformers reads: a folder, a name of the hub, or the cached copy while the hub is unreachable.
 
-    One question: transformers itself repeats one for each file, for a minute and longer.
+    It asks the hub once: transformers itself asks again for each file, for a minute and longer.
     """
     from huggingface_hub import constants, get_session, snapshot_download
 
@@ -181,7 +181,7 @@ def locate_source(source: str | Path) -> str:
     try:
         get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
         return str(source)
-    except Exception as unreachable:  # of whatever HTTP client it has
+    except Exception as unreachable:  # Its HTTP client may be any.
         with contextlib.suppress(Exception):
             return snapshot_download(str(source), local_files_only=True)
         raise OSError(
@@ -191,7 +191,7 @@ def locate_source(source: str | Path) -> str:
 
 
 def skeleton(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
-    """As `build`, with parameters that take no memory; buffers have their values.
+    """Build the model with parameters that take no memory; buffers have their values.
 
     >>> from nrl import tiny
     >>> next(skeleton(tiny.model()).parameters()).device
@@ -200,7 +200,7 @@ def skeleton(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
     from accelerate import init_empty_weights
     from transformers import AutoConfig, GenerationConfig
 
-    auto, labels, wanted = _kind(model)
+    auto, labels, kind_name = _kind(model)
     try:
         folder = files(model)
         if isinstance(model.source, Mapping):
@@ -213,14 +213,14 @@ def skeleton(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
                 config, dtype=dtype or getattr(torch, model.dtype), trust_remote_code=model.trust_remote_code
             )
         module.tie_weights()  # accelerate has untied them
-        if folder is not None and module.can_generate():  # as transformers reads it where it loads weights
+        if folder is not None and module.can_generate():  # transformers reads it where it loads weights.
             alone = (folder / GENERATION).is_file()
             within: dict[str, Any] = {"config_file_name": "config.json", "_from_model_config": True}
             with contextlib.suppress(Exception):  # it has a default where the file cannot be used
                 module.generation_config = GenerationConfig.from_pretrained(folder, **({} if alone else within))
     except Exception as error:  # transformers raises all kinds
-        raise ModelError(f"Model(source={called(model)}): {_reason(model.source, error, wanted)}") from error
-    return finished(module, model)
+        raise ModelError(f"Model(source={display_name(model)}): {_reason(model.source, error, kind_name)}") from error
+    return finish(module, model)
 
 
 _KINDS = {
@@ -240,12 +240,12 @@ def _check_score(module: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _quiet(wanted: bool) -> Iterator[None]:
-    """Keep transformers from reporting, if ``wanted``, that it left out one head and made a new one, as it should."""
+def _quiet(silence: bool) -> Iterator[None]:
+    """Keep transformers from reporting, if ``silence``, that it left out one head and made a new one, as it should."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
-    if wanted:
+    if silence:
         logging.set_verbosity_error()
     try:
         yield
@@ -253,12 +253,12 @@ def _quiet(wanted: bool) -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def called(model: Model) -> str:
-    """What messages call a model."""
+def display_name(model: Model) -> str:
+    """Return the name of a model in messages."""
     return f"a {model.source['model_type']} config" if isinstance(model.source, Mapping) else repr(model.source)
 
 
-def _reason(source: Any, error: Exception, wanted: str) -> str:
+def _reason(source: Any, error: Exception, kind_name: str) -> str:
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if "trust_remote_code=True" in str(error):
         return (
@@ -267,12 +267,12 @@ def _reason(source: Any, error: Exception, wanted: str) -> str:
         )
     if isinstance(source, str) and (source.startswith((".", "/", "~")) or Path(source).exists()):
         if not Path(source).exists():
-            here = f"there is no such folder on host {socket.gethostname()}"
-            return f"{here}; give a folder with config.json and weights, a hub name, or a config"
-        return f"the folder cannot be loaded as a {wanted}: {first}"
+            problem = f"there is no such folder on host {socket.gethostname()}"
+            return f"{problem}; give a folder with config.json and weights, a hub name, or a config"
+        return f"the folder cannot be loaded as a {kind_name}: {first}"
     if isinstance(source, str):
-        return f"neither a folder here nor a {wanted} that the Hugging Face hub gives: {first}"
-    return f"the config does not make a {wanted}: {first}"
+        return f"neither a folder here nor a {kind_name} that the Hugging Face hub gives: {first}"
+    return f"the config does not make a {kind_name}: {first}"
 
 
 def save_model(module: nn.Module, folder: str | Path, weights: Mapping[str, Tensor] | None = None) -> None:
@@ -285,33 +285,33 @@ def save_model(module: nn.Module, folder: str | Path, weights: Mapping[str, Tens
 
     # In a process group, transformers by itself writes in the first process alone
     module.should_save_on_this_rank = lambda is_main_process: is_main_process  # type: ignore[assignment]
-    whole: Any = module
-    generation = whole.generation_config if whole.can_generate() else None
+    model: Any = module
+    generation = model.generation_config if model.can_generate() else None
     try:
         if generation is not None:
-            whole.generation_config = GenerationConfig()
-        with _counting(f"writing the model to {folder}"):
-            whole.save_pretrained(folder, state_dict=weights)
+            model.generation_config = GenerationConfig()
+        with _replace_progress_bars(f"writing the model to {folder}"):
+            model.save_pretrained(folder, state_dict=weights)
         if generation is not None:
             generation.to_json_file(Path(folder) / GENERATION, use_diff=True, keys_to_pop=["compile_config"])
     finally:
         del module.should_save_on_this_rank
         if generation is not None:
-            whole.generation_config = generation
+            model.generation_config = generation
 
 
 @contextlib.contextmanager
-def _counting(what: str) -> Iterator[None]:
+def _replace_progress_bars(text: str) -> Iterator[None]:
     """Replace transformers' progress bars, which fill logs and disturb a run's own, by a line where it takes long."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
-    with waiting(what) as far:
+    with waiting(text) as progress:
 
-        def bar(made: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        def bar(make_bar: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
             counted = options.get("desc") == "Loading weights" and args
-            return _counted(args[0], far) if counted else made(*args, **options)
+            return _report_progress(args[0], progress) if counted else make_bar(*args, **options)
 
         before = logging.set_tqdm_hook(bar)
         try:
@@ -322,14 +322,14 @@ def _counting(what: str) -> Iterator[None]:
                 logging.enable_progress_bar()
 
 
-def _counted(items: Any, far: Callable[[int, int], None]) -> Iterator[Any]:
+def _report_progress(items: Any, progress: Callable[[int, int], None]) -> Iterator[Any]:
     for done, item in enumerate(items):
-        far(done, len(items))
+        progress(done, len(items))
         yield item
 
 
 def load_config(model: Model) -> tuple[Any, Any]:
-    """The transformers config of ``model``'s language model, and its generation config, without loading weights.
+    """Load the transformers config of ``model``'s language model, and its generation config, without its weights.
 
     Raises:
         ModelError: there is no config.
@@ -343,7 +343,7 @@ def load_config(model: Model) -> tuple[Any, Any]:
 
 
 def load_configs(model: Model) -> tuple[Any, Any]:
-    """As `load_config`, with the config of the whole model, which may read more than text."""
+    """Load the config of the whole model, which may read more than text, and its generation config."""
     import transformers
 
     try:
@@ -359,13 +359,13 @@ def load_configs(model: Model) -> tuple[Any, Any]:
             generation = transformers.GenerationConfig.from_model_config(config)
     except Exception as error:  # transformers, and libraries that it reads files with, raise all kinds
         raise ModelError(
-            f"Model(source={called(model)}): {_reason(model.source, error, 'causal language model')}"
+            f"Model(source={display_name(model)}): {_reason(model.source, error, 'causal language model')}"
         ) from error
     return config, generation
 
 
 def load_tokenizer(model: Model) -> Any:
-    """The transformers tokenizer of ``model``.
+    """Load the transformers tokenizer of ``model``.
 
     Raises:
         ModelError: it has no tokenizer.
@@ -391,8 +391,8 @@ def load_tokenizer(model: Model) -> Any:
 
 
 def end_tokens(generation: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The tokens that end a completion, of the tokenizer and of the generation config, which may be None."""
-    found = {tokenizer.eos_token_id}
+    """Return the tokens that end a completion, of the tokenizer and of the generation config, which may be None."""
+    tokens = {tokenizer.eos_token_id}
     extra = getattr(generation, "eos_token_id", None)
-    found.update(extra if isinstance(extra, list | tuple) else [extra])
-    return tuple(sorted(token for token in found if token is not None))
+    tokens.update(extra if isinstance(extra, list | tuple) else [extra])
+    return tuple(sorted(token for token in tokens if token is not None))

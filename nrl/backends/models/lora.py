@@ -25,23 +25,23 @@ from nrl.backends.types import Bucket, Model, Piece
 from nrl.errors import ModelError
 
 __all__ = [
-    "Receiving",
+    "LoraReceiver",
     "adapter",
     "build",
+    "build_lazy",
+    "build_without_weights",
     "check_base",
     "clear",
     "export",
+    "is_trained",
     "layers",
-    "merged",
-    "read",
-    "replaced",
+    "merge_weights",
+    "read_adapter",
     "scales",
+    "select_published",
+    "select_weights",
     "signature",
     "skeleton",
-    "some",
-    "trained",
-    "unfilled",
-    "unread",
     "unwrap",
 ]
 
@@ -88,46 +88,49 @@ def build(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
     >>> sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     1024
     """
-    return _adapted(loading.build(model, dtype=dtype), model)
+    return _add_adapter(loading.build(model, dtype=dtype), model)
 
 
-def unread(model: Model, *, dtype: torch.dtype | None = None) -> lazy_weights.Unread | None:
-    """As `build`, with a base whose weights are still to be read; see `nrl.backends.models.lazy_weights.unread`.
+def build_lazy(model: Model, *, dtype: torch.dtype | None = None) -> lazy_weights.LazyModel | None:
+    """Build a model with a base whose weights are still to be read; see `nrl.backends.models.lazy_weights.build_lazy`.
 
-    A value or reward head is read where an adapter's folder has one, too, which replaces it.
+    A value or reward head is read now if an adapter's folder has one, which replaces it.
     """
-    found = lazy_weights.unread(model, dtype=dtype)
-    if found is not None:
-        head: Any = found.module.score if isinstance(model.lora, str) and model.head != "lm" else nn.Identity()
+    lazy = lazy_weights.build_lazy(model, dtype=dtype)
+    if lazy is not None:
+        head: Any = lazy.module.score if isinstance(model.lora, str) and model.head != "lm" else nn.Identity()
         for name, _ in list(head.named_parameters()):
-            setattr(head, name, nn.Parameter(found.read(f"{named_weights.SCORE}.{name}")))
-        linear = [part for part in found.module.modules() if isinstance(part, nn.Linear)]
-        unread = {part: part.weight for part in linear if part.weight.is_meta}
-        for part, weight in unread.items():  # peft makes an adapter where its layer is: there, and without memory
+            setattr(head, name, nn.Parameter(lazy.load(f"{named_weights.SCORE}.{name}")))
+        linear = [part for part in lazy.module.modules() if isinstance(part, nn.Linear)]
+        unread_weights = {part: part.weight for part in linear if part.weight.is_meta}
+        for (
+            part,
+            weight,
+        ) in unread_weights.items():  # peft makes an adapter where its layer is: there, and without memory
             part.weight = nn.Parameter(torch.zeros((), dtype=weight.dtype).expand(weight.shape))
-        _adapted(found.module, model)
-        for part, weight in unread.items():
+        _add_adapter(lazy.module, model)
+        for part, weight in unread_weights.items():
             part.weight = weight.requires_grad_(part.weight.requires_grad)
-    return found
+    return lazy
 
 
-def unfilled(model: Model, *, dtype: torch.dtype | None = None) -> lazy_weights.Unread:
-    """As `unread`, of a model whose weights nobody reads: they come from elsewhere, or do not matter."""
-    return lazy_weights.emptied(skeleton(model, dtype=dtype))
+def build_without_weights(model: Model, *, dtype: torch.dtype | None = None) -> lazy_weights.LazyModel:
+    """Build a model whose weights are never read: they come from elsewhere, or do not matter."""
+    return lazy_weights.without_weights(skeleton(model, dtype=dtype))
 
 
-def _adapted(module: nn.Module, model: Model) -> nn.Module:
-    """A model with its adapter, if it has one."""
+def _add_adapter(module: nn.Module, model: Model) -> nn.Module:
+    """Add its adapter to a model, if it has one."""
     if model.lora is not None:
         _wrap(module, model)
         if isinstance(model.lora, str):
-            who = f"Model(lora='{model.lora}')"
-            shards.fill(shards.wholes(some(module, trained)), read(model.lora), who=who)
+            caller = f"Model(lora='{model.lora}')"
+            shards.fill(shards.full_shards(select_weights(module, is_trained)), read_adapter(model.lora), caller=caller)
     return module
 
 
 def skeleton(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
-    """As `build`, with parameters that take no memory; see `nrl.backends.models.loading.skeleton`.
+    """Build a model with parameters that take no memory; see `nrl.backends.models.loading.skeleton`.
 
     >>> from nrl import tiny
     >>> found = skeleton(tiny.model(lora={"r": 2, "target_modules": ["q_proj"]}))
@@ -142,20 +145,20 @@ def skeleton(model: Model, *, dtype: torch.dtype | None = None) -> nn.Module:
 
 
 def layers(module: nn.Module) -> dict[str, Any]:
-    """The layers that have an adapter, by name."""
+    """Return the layers that have an adapter, by name."""
     return {name: part for name, part in module.named_modules() if hasattr(part, "base_layer")}
 
 
-def trained(name: str) -> bool:
-    """Whether a weight of a model with an adapter is trained: those of the adapter and of value and reward heads are.
+def is_trained(name: str) -> bool:
+    """Return whether a weight of a model with an adapter is trained: of the adapter, or of a value or reward head.
 
-    >>> trained("q_proj.lora_B.weight"), trained("score.weight"), trained("q_proj.weight")
+    >>> is_trained("q_proj.lora_B.weight"), is_trained("score.weight"), is_trained("q_proj.weight")
     (True, True, False)
     """
-    return _of_adapter(name) or name.startswith("score.")
+    return _is_of_adapter(name) or name.startswith("score.")
 
 
-def _of_adapter(name: str) -> bool:
+def _is_of_adapter(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name
 
 
@@ -163,85 +166,85 @@ def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def merged(
+def merge_weights(
     module: nn.Module,
-    piece: Callable[[str, Tensor], Piece] = shards.whole,
-    whole: Callable[[Tensor], Tensor] = _identity,
+    piece: Callable[[str, Tensor], Piece] = shards.full_shard,
+    gather: Callable[[Tensor], Tensor] = _identity,
 ) -> Iterator[Piece]:
-    """The weights of a model with its adapters added in, one at a time.
+    """Yield the weights of a model with its adapters added, one at a time.
 
     Args:
         module: with adapters or without.
         piece: what this process gives of a weight.
-        whole: makes a whole tensor of one that is sharded.
+        gather: makes a whole tensor of one that is sharded.
     """
     adapted = {f"{named_weights.weight_name(name)}.weight": layer for name, layer in layers(module).items()}
     for name, tensor in named_weights.named_tensors(module):
-        if not _of_adapter(name):
-            found = piece(name, tensor)
+        if not _is_of_adapter(name):
+            shard = piece(name, tensor)
             if name in adapted:
-                found = attrs.evolve(found, tensor=found.tensor + _delta(adapted[name], found.index, whole))
-            yield found
+                shard = attrs.evolve(shard, tensor=shard.tensor + _delta(adapted[name], shard.index, gather))
+            yield shard
 
 
-def _delta(layer: Any, index: tuple[slice, ...], whole: Callable[[Tensor], Tensor]) -> Tensor:
-    """What an adapter adds to a block of the weight of its layer."""
-    a, b = (whole(part["default"].weight.detach()) for part in (layer.lora_A, layer.lora_B))
+def _delta(layer: Any, index: tuple[slice, ...], gather: Callable[[Tensor], Tensor]) -> Tensor:
+    """Compute what an adapter adds to a block of the weight of its layer."""
+    a, b = (gather(part["default"].weight.detach()) for part in (layer.lora_A, layer.lora_B))
     rows, columns = index
-    found: Tensor = layer.scaling["default"] * (b[rows] @ a[:, columns])
-    return found
+    delta: Tensor = layer.scaling["default"] * (b[rows] @ a[:, columns])
+    return delta
 
 
-def adapter(module: nn.Module, piece: Callable[[str, Tensor], Piece] = shards.whole) -> Iterator[Piece]:
-    """The `trained` weights of a model with an adapter, one at a time; ``piece`` as for `merged`."""
-    return (piece(name, tensor) for name, tensor in named_weights.named_tensors(module) if trained(name))
+def adapter(module: nn.Module, piece: Callable[[str, Tensor], Piece] = shards.full_shard) -> Iterator[Piece]:
+    """Yield the trained weights of a model with an adapter, one at a time; ``piece`` is as for `merge_weights`."""
+    return (piece(name, tensor) for name, tensor in named_weights.named_tensors(module) if is_trained(name))
 
 
-def some(module: nn.Module, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
-    """The weights of a model with the names that are wanted."""
-    return {name: tensor for name, tensor in named_weights.weights(module).items() if wanted(name)}
+def select_weights(module: nn.Module, is_wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+    """Return the weights of a model that have wanted names."""
+    return {name: tensor for name, tensor in named_weights.weights(module).items() if is_wanted(name)}
 
 
-def replaced(module: nn.Module) -> dict[str, Tensor]:
-    """The weights that a publish replaces in a sampler's model: those of its adapter, if it has one, or all."""
-    return some(module, trained) if layers(module) else named_weights.weights(module)
+def select_published(module: nn.Module) -> dict[str, Tensor]:
+    """Return the weights that a publish replaces in a sampler's model: of its adapter, if it has one, or all."""
+    return select_weights(module, is_trained) if layers(module) else named_weights.weights(module)
 
 
-class Receiving:
-    """Takes the adapter of a model on the same base; or all weights, under an adapter that changes nothing yet.
+class LoraReceiver:
+    """A receiver of the adapter of a model on the same base, or of all weights under a fresh adapter.
 
-    Satisfies `nrl.backends.engine.Receives`. The first weight that comes tells which of the two. The weights may be of
-    a model with another head: then all but the head is used.
+    Satisfies `nrl.backends.engine.WeightReceiver`. The first weight that comes decides between the two. The weights may
+    be of a model with another head: then all but the head is used.
 
     Args:
-        own: pieces, which are filled, of what this process has of the weights whose names are wanted.
+        select: returns this process's pieces of the weights with wanted names, which are then filled.
         clear: sets each B to 0.
-        who: how errors name the caller.
+        caller: the name of the caller in errors.
     """
 
     def __init__(
         self,
-        own: Callable[[Callable[[str], bool]], Mapping[str, Piece | Sequence[Piece]]],
+        select: Callable[[Callable[[str], bool]], Mapping[str, Piece | Sequence[Piece]]],
         clear: Callable[[], None],
-        who: str,
+        caller: str,
     ) -> None:
-        self._own, self._clear, self._who = own, clear, who
-        self._filling: shards.Filling | None = None
+        self._own, self._clear, self._who = select, clear, caller
+        self._filling: shards.ShardLoader | None = None
 
     def add(self, bucket: Bucket) -> None:
-        """Copy some in."""
+        """Copy some weights into the model."""
         if bucket:
-            self._begun(any(_of_adapter(piece.name) for piece in bucket)).add(bucket)
+            self._choose_loader(any(_is_of_adapter(piece.name) for piece in bucket)).add(bucket)
 
     def end(self) -> None:
-        """Check that all have come."""
-        self._begun(False).end()
+        """Check that all weights have come."""
+        self._choose_loader(False).end()
 
     @torch.no_grad()
-    def _begun(self, alone: bool) -> shards.Filling:
+    def _choose_loader(self, alone: bool) -> shards.ShardLoader:
         if self._filling is None:
-            wanted = trained if alone else lambda name: not _of_adapter(name)
-            self._filling = shards.Filling(self._own(wanted), self._who, other_head=True)
+            is_wanted = is_trained if alone else lambda name: not _is_of_adapter(name)
+            self._filling = shards.ShardLoader(self._own(is_wanted), self._who, other_head=True)
             if not alone:
                 self._clear()
         return self._filling
@@ -249,45 +252,45 @@ class Receiving:
 
 @torch.no_grad()
 def clear(module: nn.Module) -> None:
-    """Set each B of a model's adapter to 0, so that it changes nothing."""
+    """Set each B of a model's adapter to 0: the adapter then changes nothing."""
     for layer in layers(module).values():
         layer.lora_B["default"].weight.zero_()
 
 
-def signature(module: nn.Module, whole: Callable[[Tensor], Tensor] = _identity) -> dict[str, float]:
-    """Numbers that tell one base from another: the sum of each weight, and the scale of each adapter.
+def signature(module: nn.Module, gather: Callable[[Tensor], Tensor] = _identity) -> dict[str, float]:
+    """Compute numbers that tell one base from another: the sum of each weight, and the scale of each adapter.
 
-    A base is summed up once, as it does not change while an adapter is trained. ``whole`` is as for `merged`.
+    A base is summed up once, as it does not change while an adapter is trained. ``gather`` is as for `merge_weights`.
     """
-    base = {name: tensor for name, tensor in named_weights.named_tensors(module) if not trained(name)}
+    base = {name: tensor for name, tensor in named_weights.named_tensors(module) if not is_trained(name)}
     writes = {name: tensor._version for name, tensor in base.items()}  # torch counts them
     seen, sums = _SUMS.get(module, ({}, {}))
     if writes != seen:
-        sums = {name: float(whole(tensor.sum(dtype=torch.float64))) for name, tensor in base.items()}
+        sums = {name: float(gather(tensor.sum(dtype=torch.float64))) for name, tensor in base.items()}
         _SUMS[module] = writes, sums
     return sums | scales(module)
 
 
 def scales(module: nn.Module) -> dict[str, float]:
-    """The scales of adapters, by the names that they have in a `signature`."""
+    """Return the scales of adapters, by their names in a `signature`."""
     return {f"scaling of {name}": layer.scaling["default"] for name, layer in layers(module).items()}
 
 
-def check_base(found: Mapping[str, float], expected: Mapping[str, float]) -> None:
-    """Check that an adapter is on the base that it was saved with.
+def check_base(actual: Mapping[str, float], expected: Mapping[str, float]) -> None:
+    """Check that an adapter is on the base of its checkpoint.
 
     Args:
-        found: the `signature` of this base.
+        actual: the `signature` of this base.
         expected: that of the saved one.
 
     Raises:
         ModelError: they differ.
     """
     for name, value in expected.items():
-        if not math.isclose(found.get(name, math.nan), value, rel_tol=1e-6, abs_tol=1e-6):
+        if not math.isclose(actual.get(name, math.nan), value, rel_tol=1e-6, abs_tol=1e-6):
             raise ModelError(
                 f"restore: an adapter was saved without its base, and here is another: the sum or scale of '{name}' "
-                f"was {value:g}, and is {found.get(name, math.nan):g}; give the Model that it was saved with"
+                f"was {value:g}, and is {actual.get(name, math.nan):g}; give the Model that it was saved with"
             )
 
 
@@ -324,14 +327,16 @@ def _wrap(module: Any, model: Model) -> None:
     from peft import inject_adapter_in_model
 
     if getattr(module.config, "quantization_config", None):
-        raise _refused(model, "the base is quantized, so that merged weights would be rounded; give one that is not")
-    config = _config(model)
+        raise _make_error(model, "the base is quantized, so that merged weights would be rounded; give one that is not")
+    config = _make_config(model)
     names = [f".{name}" for name, _ in module.named_modules()]
-    wanted = config.target_modules if isinstance(config.target_modules, set) else set()  # or a pattern
-    if missed := sorted(each for each in wanted if not any(name.endswith(f".{each}") for name in names)):
+    targets = config.target_modules if isinstance(config.target_modules, set) else set()  # or a pattern
+    if missed := sorted(target for target in targets if not any(name.endswith(f".{target}") for name in names)):
         linear = {name.rpartition(".")[2] for name, part in module.named_modules() if isinstance(part, nn.Linear)}
-        there = f"its linear layers are named {', '.join(sorted(linear))}"
-        raise _refused(model, f"target_modules names {', '.join(missed)}, which the model does not have; {there}")
+        available = f"its linear layers are named {', '.join(sorted(linear))}"
+        raise _make_error(
+            model, f"target_modules names {', '.join(missed)}, which the model does not have; {available}"
+        )
     read = [module.get_input_embeddings(), module.get_output_embeddings(), getattr(module, "score", None)]
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -339,66 +344,66 @@ def _wrap(module: Any, model: Model) -> None:
             torch.manual_seed(model.seed)
             inject_adapter_in_model(config, module)
     except (AttributeError, TypeError, ValueError) as error:
-        raise _refused(model, f"peft says: {error}") from error
+        raise _make_error(model, f"peft says: {error}") from error
     for name, layer in layers(module).items():
         if any(layer.base_layer is part for part in read):
-            raise _refused(
+            raise _make_error(
                 model,
                 f"target_modules names '{name}', an embedding or a head, whose weight nrl reads without calling the "
                 "layer; leave it out",
             )
         if not isinstance(layer.base_layer, nn.Linear):
             kind = type(layer.base_layer).__name__
-            raise _refused(model, f"target_modules names '{name}', a {kind}; give linear layers")
+            raise _make_error(model, f"target_modules names '{name}', a {kind}; give linear layers")
     if model.head != "lm":
         module.score.requires_grad_(True)
 
 
-def _config(model: Model) -> Any:
-    """A ``peft.LoraConfig``, if it is plain LoRA."""
+def _make_config(model: Model) -> Any:
+    """Make a ``peft.LoraConfig``; refuse anything but plain LoRA."""
     from peft import LoraConfig
 
     from_folder = isinstance(model.lora, str)
-    given = _described(model) if isinstance(model.lora, str) else dict(model.lora or {})
+    fields = _read_config(model) if isinstance(model.lora, str) else dict(model.lora or {})
     defaults = dataclasses.asdict(LoraConfig())
     if from_folder:  # another version of peft may say more, and no dropout is used here
-        given = {name: x for name, x in given.items() if (name in defaults or x) and name != "lora_dropout"}
-    if unknown := sorted(given.keys() - defaults.keys()):
+        fields = {name: x for name, x in fields.items() if (name in defaults or x) and name != "lora_dropout"}
+    if unknown := sorted(fields.keys() - defaults.keys()):
         close = difflib.get_close_matches(unknown[0], _GIVEN, n=1)
         hint = f"did you mean '{close[0]}'?" if close else f"plain LoRA has {', '.join(sorted(_GIVEN))}"
-        raise _refused(model, f"peft.LoraConfig has no argument '{unknown[0]}'; {hint}")
-    if given.get("peft_type", "LORA") != "LORA":
-        raise _refused(model, f"it is a {given['peft_type']} adapter; only LoRA can be used")
-    known = _GIVEN | _CHECKED | (_ABOUT if from_folder else set())
-    for name, value in given.items():
-        other = name not in known and value is not None and value != defaults[name]
-        other |= name == "init_lora_weights" and value not in (True, False, "gaussian")  # others change the base
+        raise _make_error(model, f"peft.LoraConfig has no argument '{unknown[0]}'; {hint}")
+    if fields.get("peft_type", "LORA") != "LORA":
+        raise _make_error(model, f"it is a {fields['peft_type']} adapter; only LoRA can be used")
+    allowed = _GIVEN | _CHECKED | (_ABOUT if from_folder else set())
+    for name, value in fields.items():
+        other = name not in allowed and value is not None and value != defaults[name]
+        other |= name == "init_lora_weights" and value not in (True, False, "gaussian")  # Other values change the base.
         other |= name == "modules_to_save" and not set(value or ()) <= _HEADS
         if other:
-            raise _refused(model, f"{name} is {value!r}, and nrl trains plain LoRA without dropout; leave it out")
-    used = {name: value for name, value in given.items() if name in _GIVEN}
-    return LoraConfig(**used, task_type="SEQ_CLS")  # so that "all-linear" leaves out a head 'score'
+            raise _make_error(model, f"{name} is {value!r}, and nrl trains plain LoRA without dropout; leave it out")
+    used = {name: value for name, value in fields.items() if name in _GIVEN}
+    return LoraConfig(**used, task_type="SEQ_CLS")  # With this task type "all-linear" leaves out a head 'score'.
 
 
-def _described(model: Model) -> dict[str, Any]:
+def _read_config(model: Model) -> dict[str, Any]:
     folder = Path(str(model.lora))
     if missing := [name for name in (_CONFIG, _FILE) if not (folder / name).is_file()]:
-        what = f"the folder has no {' and no '.join(missing)}" if folder.is_dir() else "there is no such folder"
+        problem = f"the folder has no {' and no '.join(missing)}" if folder.is_dir() else "there is no such folder"
         wrote = "peft's save_pretrained or trainer.export(params.adapter, ...)"
-        raise _refused(model, f"{what}; give one that {wrote} wrote")
-    found: dict[str, Any] = json.loads((folder / _CONFIG).read_text())
-    return found
+        raise _make_error(model, f"{problem}; give one that {wrote} wrote")
+    config: dict[str, Any] = json.loads((folder / _CONFIG).read_text())
+    return config
 
 
-def read(folder: str) -> Iterator[Piece]:
-    """The weights of an adapter in a folder."""
+def read_adapter(folder: str) -> Iterator[Piece]:
+    """Yield the weights of an adapter in a folder."""
     from safetensors import safe_open
 
     with safe_open(Path(folder) / _FILE, "pt") as file:
         for name in file.keys():
-            yield shards.whole(name.removeprefix(_PREFIX), file.get_tensor(name))
+            yield shards.full_shard(name.removeprefix(_PREFIX), file.get_tensor(name))
 
 
-def _refused(model: Model, why: str) -> ModelError:
-    found = f"'{model.lora}'" if isinstance(model.lora, str) else "..."
-    return ModelError(f"Model(lora={found}): {why}")
+def _make_error(model: Model, reason: str) -> ModelError:
+    source = f"'{model.lora}'" if isinstance(model.lora, str) else "..."
+    return ModelError(f"Model(lora={source}): {reason}")

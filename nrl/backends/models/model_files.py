@@ -4,7 +4,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from nrl.backends.models.loading import GENERATION, called, load_tokenizer, locate_source, save_model, skeleton
+from nrl.backends.models.loading import GENERATION, display_name, load_tokenizer, locate_source, save_model, skeleton
 from nrl.backends.types import Model
 from nrl.errors import ModelError
 
@@ -39,9 +39,9 @@ def description(model: Model) -> dict[str, bytes] | ModelError:
             save_beside(model, Path(folder), tokenizer)
         except Exception as error:  # transformers raises all kinds
             raise ModelError(
-                f"export: the model {called(model)} is loaded, but its files cannot be written, so its training would "
-                f"be lost at the export ({type(error).__name__}: {' '.join(str(error).split())}); mend its config and "
-                "its tokenizer"
+                f"export: the model {display_name(model)} is loaded, but its files cannot be written, so its "
+                f"training would be lost at the export ({type(error).__name__}: {' '.join(str(error).split())}); mend "
+                "its config and its tokenizer"
             ) from error
         return {
             path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.suffix != ".safetensors"

@@ -21,19 +21,19 @@ from torch.overrides import TorchFunctionMode
 
 from nrl.errors import ModelError
 
-__all__ = ["Routers", "places", "replaying", "routers", "sizes"]
+__all__ = ["Routers", "layer_numbers", "replay_routes", "routers", "sizes"]
 
 _TOPK: Any = {torch.topk, Tensor.topk}
 _FOUND: WeakKeyDictionary[nn.Module, "Routers"] = WeakKeyDictionary()
 
 
 class Routers(NamedTuple):
-    """How many routers a model has, and what each of them chooses.
+    """The number of a model's routers, and how many experts each of them chooses.
 
     Args:
-        layers: the layers that have a router, in order; the others are not counted.
+        layers: the number of layers with a router.
         k: the experts of a token in each of these.
-        experts: from which they are chosen.
+        experts: the number of experts to choose from.
 
     >>> Routers(layers=2, k=2, experts=8).k
     2
@@ -45,7 +45,7 @@ class Routers(NamedTuple):
 
 
 def routers(module: nn.Module) -> dict[str, nn.Module]:
-    """The routers of a transformers model by name, in the order of its layers; none, if it has no experts.
+    """Return the routers of a transformers model by name, in the order of its layers; none, if it has no experts.
 
     Args:
         module: with an adapter or without; it may be sharded.
@@ -62,26 +62,28 @@ def routers(module: nn.Module) -> dict[str, nn.Module]:
     """
     recorded: list[Any] = []
     for part in module.modules():
-        told = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits", [])
-        recorded += told if isinstance(told, list | tuple) else [told]
-    return {name: part for name, part in module.named_modules() if any(_is(part, name, each) for each in recorded)}
+        classes = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits", [])
+        recorded += classes if isinstance(classes, list | tuple) else [classes]
+    return {
+        name: part for name, part in module.named_modules() if any(_is_recorded(part, name, item) for item in recorded)
+    }
 
 
-def _is(module: nn.Module, name: str, recorded: Any) -> bool:
-    """Whether transformers records this module: a class, or a class and a part of a name."""
+def _is_recorded(module: nn.Module, name: str, recorded: Any) -> bool:
+    """Return whether transformers records this module: a class, or a class and a part of a name."""
     kind = getattr(recorded, "target_class", recorded)
     within = getattr(recorded, "layer_name", None)
     return isinstance(kind, type) and isinstance(module, kind) and (within is None or within in name)
 
 
-def places(module: nn.Module) -> list[int]:
-    """The numbers of the layers that have a router, from 0.
+def layer_numbers(module: nn.Module) -> list[int]:
+    """Return the numbers of the layers that have a router, from 0.
 
     Raises:
         ModelError: a router lies in no numbered layer, or two lie in the same one.
     """
-    found = [re.findall(r"(?:^|\.)(\d+)\.", name) for name in routers(module)]
-    numbers = [int(each[0]) if each else -1 for each in found]
+    matches = [re.findall(r"(?:^|\.)(\d+)\.", name) for name in routers(module)]
+    numbers = [int(match[0]) if match else -1 for match in matches]
     if -1 in numbers or any(a >= b for a, b in pairwise(numbers)):
         raise ModelError(
             f"{type(module).__name__}: its routers are {', '.join(routers(module))}, and not one to a numbered layer, "
@@ -91,13 +93,13 @@ def places(module: nn.Module) -> list[int]:
 
 
 def sizes(module: nn.Module) -> Routers:
-    """What the routers of a model choose; each class of them is tried once, on small inputs and with other weights.
+    """Return how many experts the routers of a model choose; try each class once, on small inputs and other weights.
 
     Args:
         module: as for `routers`; its weights may be anywhere, or take no memory.
 
     Raises:
-        ModelError: it has no routers, they differ, or they choose in a way that cannot be replayed.
+        ModelError: the model has no routers, they differ, or their choice cannot be replayed.
 
     >>> from nrl import tiny
     >>> from nrl.backends.models.loading import skeleton
@@ -108,32 +110,32 @@ def sizes(module: nn.Module) -> Routers:
     Routers(layers=2, k=2, experts=4)
     """
     if module not in _FOUND:
-        found = routers(module)
-        if not found:
+        by_name = routers(module)
+        if not by_name:
             raise ModelError(
                 f"{type(module).__name__}: it has no routers that transformers records, so it has no routes; for a "
                 "model without experts leave routes= out, and the column with batch.exclude('routes')"
             )
-        each = {name: _tried(router) for name, router in found.items()}
-        if len(set(each.values())) > 1:
-            told = ", ".join(f"{name} chooses {k} of {experts}" for name, (k, experts) in each.items())
+        choices = {name: _try_router(router) for name, router in by_name.items()}
+        if len(set(choices.values())) > 1:
+            described = ", ".join(f"{name} chooses {k} of {experts}" for name, (k, experts) in choices.items())
             raise ModelError(
-                f"{type(module).__name__}: {told}; routes are kept for routers that choose as many of as many, so "
+                f"{type(module).__name__}: {described}; routes are kept for routers that choose as many of as many, so "
                 "leave routes= out"
             )
-        ((k, experts),) = set(each.values())
-        _FOUND[module] = Routers(len(found), k, experts)
+        ((k, experts),) = set(choices.values())
+        _FOUND[module] = Routers(len(by_name), k, experts)
     return _FOUND[module]
 
 
-def _tried(router: nn.Module) -> tuple[int, int]:
-    """How many experts a router chooses, of how many; it is shown that it takes the choice of others for its own."""
+def _try_router(router: nn.Module) -> tuple[int, int]:
+    """Return how many experts a router chooses, and of how many; check that its choice can be overridden."""
     states = [*router.named_parameters(), *router.named_buffers()]
     generator = torch.Generator().manual_seed(0)
     values = {name: torch.randn(x.shape, generator=generator) for name, x in states}
     matrix = next((x for x in values.values() if x.ndim == 2), None)
     if matrix is None:
-        raise _refused(router, "it has no matrix of weights")
+        raise _make_error(router, "it has no matrix of weights")
     experts, width = matrix.shape
     hidden = torch.randn(4, width, generator=generator)
 
@@ -141,35 +143,40 @@ def _tried(router: nn.Module) -> tuple[int, int]:
         try:
             with torch.no_grad(), mode:
                 return functional_call(router, values, (hidden,))
-        except Exception as error:  # what wants more than hidden states raises all kinds
-            raise _refused(router, f"it cannot be called with hidden states alone ({error})") from error
+        except Exception as error:  # A router that wants more than hidden states may raise any error.
+            raise _make_error(router, f"it cannot be called with hidden states alone ({error})") from error
 
     live = _Choosing(experts, None)
-    own = run(live)
+    live_output = run(live)
     if len(live.chosen) != 1:
-        raise _refused(
+        raise _make_error(
             router, f"it calls topk over all of its {experts} experts {len(live.chosen)} times, and not once"
         )
     ((k, chosen),) = live.chosen
-    if not (isinstance(own, tuple) and len(own) == 3 and isinstance(own[2], Tensor) and torch.equal(own[2], chosen)):
-        raise _refused(router, "it does not return logits, weights and the experts that it chose")
+    if not (
+        isinstance(live_output, tuple)
+        and len(live_output) == 3
+        and isinstance(live_output[2], Tensor)
+        and torch.equal(live_output[2], chosen)
+    ):
+        raise _make_error(router, "it does not return logits, weights and the experts that it chose")
     other = (chosen + 1) % experts
     again, turned = (run(_Choosing(experts, routes)) for routes in (chosen, other))
-    same = all(torch.equal(a, b) for a, b in zip(again, own, strict=True))
-    if not (same and torch.equal(turned[2], other) and torch.equal(turned[0], own[0])):
-        raise _refused(router, "it does not take experts that are given for those that it chose")
+    same = all(torch.equal(a, b) for a, b in zip(again, live_output, strict=True))
+    if not (same and torch.equal(turned[2], other) and torch.equal(turned[0], live_output[0])):
+        raise _make_error(router, "it does not take experts that are given for those that it chose")
     return k, experts
 
 
-def _refused(router: nn.Module, why: str) -> ModelError:
+def _make_error(router: nn.Module, reason: str) -> ModelError:
     return ModelError(
-        f"{type(router).__name__}: routes cannot be recorded or replayed with this router, because {why}; leave "
+        f"{type(router).__name__}: routes cannot be recorded or replayed with this router, because {reason}; leave "
         "routes= out, and the column with batch.exclude('routes'): then trainer and sampler choose by themselves"
     )
 
 
 class _Choosing(TorchFunctionMode):
-    """Notes what a router chooses, by its ``topk`` over all experts, or chooses in its place.
+    """A mode that notes the choice of a router, by its ``topk`` over all experts, or chooses in its place.
 
     Args:
         experts: of the router.
@@ -184,10 +191,10 @@ class _Choosing(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer the one call, and pass all others on."""
         kwargs = kwargs or {}
-        found = _asked(*args, **kwargs) if func in _TOPK else None
-        if found is None or found[0].ndim != 2 or found[0].shape[1] != self._experts:
+        call = _read_topk_call(*args, **kwargs) if func in _TOPK else None
+        if call is None or call[0].ndim != 2 or call[0].shape[1] != self._experts:
             return func(*args, **kwargs)
-        scores, k = found
+        scores, k = call
         if self._routes is None:
             answer = func(*args, **kwargs)
         else:
@@ -196,27 +203,27 @@ class _Choosing(TorchFunctionMode):
         return answer
 
 
-def _asked(
+def _read_topk_call(
     input: Tensor,
     k: int,
     dim: int = -1,
     largest: bool = True,
     sorted: bool = True,
 ) -> tuple[Tensor, int] | None:
-    """The scores and the k of a call of ``topk`` that chooses experts; None: it chooses something else."""
+    """Return the scores and the k of a call of ``topk`` that chooses experts; None: it chooses something else."""
     return (input, k) if largest and dim in (-1, input.ndim - 1) else None
 
 
 class _Replay:
-    """What stands in the place of the forwards of a model's routers, made once: ``torch.compile`` knows it again."""
+    """Replacements of the forwards of a model's routers, made once, so that ``torch.compile`` recognizes them."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.kind, self.experts, found = type(module).__name__, sizes(module).experts, routers(module)
+        self.kind, self.experts, by_name = type(module).__name__, sizes(module).experts, routers(module)
         self.routes: Tensor | None = None
-        self.ran = dict.fromkeys(found, 0)
+        self.ran = dict.fromkeys(by_name, 0)
         self._stand_ins = [
             (router, torch.compiler.disable(partial(self._forward, name, router.forward, layer)))
-            for layer, (name, router) in enumerate(found.items())
+            for layer, (name, router) in enumerate(by_name.items())
         ]
 
     @contextmanager
@@ -228,12 +235,12 @@ class _Replay:
         try:
             yield
         finally:
-            for (router, _), own in zip(self._stand_ins, before, strict=True):
+            for (router, _), original in zip(self._stand_ins, before, strict=True):
                 del router.forward
-                if own is not None:
-                    router.forward = own
+                if original is not None:
+                    router.forward = original
 
-    def _forward(self, name: str, own: Callable[..., Any], layer: int, hidden: Tensor) -> Any:
+    def _forward(self, name: str, forward: Callable[..., Any], layer: int, hidden: Tensor) -> Any:
         assert self.routes is not None
         self.ran[name] += 1
         tokens = hidden.numel() // hidden.shape[-1]
@@ -243,14 +250,14 @@ class _Replay:
                 "that leaves tokens out cannot be replayed, so leave the column out: batch.exclude('routes')"
             )
         with _Choosing(self.experts, self.routes[:, layer].to(hidden.device, torch.int64)):
-            return own(hidden)
+            return forward(hidden)
 
 
 _REPLAYS: WeakKeyDictionary[nn.Module, _Replay] = WeakKeyDictionary()
 
 
 @contextmanager
-def replaying(module: nn.Module, routes: Tensor | None, *, again: bool = False) -> Iterator[None]:
+def replay_routes(module: nn.Module, routes: Tensor | None, *, again: bool = False) -> Iterator[None]:
     """Let the routers of a model choose these experts while the block runs.
 
     Where layers are computed again for the backward pass (activation checkpointing), that has to happen in such a

@@ -1,4 +1,4 @@
-"""How many tokens a row may have, by the positions of a model."""
+"""The context length of a model, by its positions."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -44,7 +44,7 @@ def count_positions(config: Any) -> int | None:
 
 
 def context_length(module: nn.Module) -> int:
-    """The most tokens that a row may have, by the model's positions.
+    """Return the most tokens that a row may have, by the model's positions.
 
     Raises:
         ModelError: the config has no such number.

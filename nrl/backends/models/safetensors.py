@@ -17,7 +17,7 @@ from torch import Tensor
 from nrl.batch.raw import flat_bytes
 from nrl.files import Folder
 
-__all__ = ["DTYPES", "content", "header", "opened"]
+__all__ = ["DTYPES", "content", "header", "open_file"]
 
 _DTYPES = {
     torch.float64: "F64",
@@ -36,7 +36,7 @@ DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 def header(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], about: Mapping[str, str]) -> bytes:
-    """The beginning of a file, which the `content` of all tensors follows, in the same order.
+    """Return the beginning of a file, before the `content` of all tensors in the same order.
 
     Args:
         tensors: the dtype and shape of each, those of wider dtypes first, so that each is aligned.
@@ -45,17 +45,17 @@ def header(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], about: Mapp
     >>> header({"x": (torch.float32, [2])}, {"format": "pt"})[8:]
     b'{"__metadata__": {"format": "pt"}, "x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}  '
     """
-    found, end = dict[str, dict[str, Any]](__metadata__=dict(about)), 0
+    entries, end = dict[str, dict[str, Any]](__metadata__=dict(about)), 0
     for name, (dtype, shape) in tensors.items():
         begin, end = end, end + prod(shape) * dtype.itemsize
-        found[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(found).encode()
+        entries[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 
 
 def content(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor.
+    """Return the bytes of a tensor.
 
     >>> bytes(content(torch.tensor([1], dtype=torch.int16)))
     b'\\x01\\x00'
@@ -64,8 +64,8 @@ def content(tensor: Tensor) -> memoryview:
 
 
 @contextmanager
-def opened(path: Folder) -> Iterator[Any]:
-    """A file that gives parts of its tensors, as that of `safetensors.safe_open`; of one in a store no more is read.
+def open_file(path: Folder) -> Iterator[Any]:
+    """Open a file that gives parts of its tensors, as `safetensors.safe_open` does; of a store only these are read.
 
     Raises:
         SafetensorError: it is no such file; of one in a store ValueError.
@@ -84,17 +84,17 @@ class _InStore:
 
     def __init__(self, path: Any) -> None:
         self._path = path
-        size = int.from_bytes(self.read(0, 8), "little")
+        size = int.from_bytes(self.read_range(0, 8), "little")
         if size > path.stat().st_size:
             raise ValueError("the length of its header is that of no header")
-        self._about: dict[str, Any] = json.loads(self.read(8, 8 + size))
+        self._about: dict[str, Any] = json.loads(self.read_range(8, 8 + size))
         self.begin = 8 + size
 
-    def read(self, begin: int, end: int) -> bytes:
-        found: bytes = self._path.fs.cat_file(self._path.path, start=begin, end=end)
-        if len(found) != end - begin:
+    def read_range(self, begin: int, end: int) -> bytes:
+        content: bytes = self._path.fs.cat_file(self._path.path, start=begin, end=end)
+        if len(content) != end - begin:
             raise ValueError(f"it ends within bytes {begin} to {end}")
-        return found
+        return content
 
     def metadata(self) -> Any:
         return self._about["__metadata__"]
@@ -123,9 +123,11 @@ class _Slice:
         else:
             rows = slice(*index[0].indices(shape[0])[:2])
         row = (end - begin) // max(1, shape[0] if shape else 1)
-        read = self._file.read(*(self._file.begin + begin + at * row for at in (rows.start, rows.stop)))
+        read = self._file.read_range(
+            *(self._file.begin + begin + row_index * row for row_index in (rows.start, rows.stop))
+        )
         dtype = DTYPES[self.get_dtype()]
-        found = torch.frombuffer(bytearray(read), dtype=dtype) if read else torch.empty(0, dtype=dtype)
-        return found.view([rows.stop - rows.start, *shape[1:]] if shape else [])[
+        rows_read = torch.frombuffer(bytearray(read), dtype=dtype) if read else torch.empty(0, dtype=dtype)
+        return rows_read.view([rows.stop - rows.start, *shape[1:]] if shape else [])[
             (slice(None), *index[1:])[: len(shape)]
         ]

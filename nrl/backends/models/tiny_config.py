@@ -1,4 +1,4 @@
-"""A small model of the same kind as a large one, with which one can try what the kind computes."""
+"""Small models of the same class as a large one, for checks of what the class computes."""
 
 import copy
 import math
@@ -19,11 +19,11 @@ _WIDTH, _WORDS = 64, 128
 
 
 def miniature(module: Any) -> Any:
-    """A model of the same class and config with fewer layers, words, heads and experts, in float32 on the CPU.
+    """Make a model of the same class and config with fewer layers, words, heads and experts, in float32 on the CPU.
 
-    It has two layers, or as many of the first ones as it takes to have each kind. Its weights are random, of a size
-    that shows: norms and biases, too, are not those of a new model, which hide mistakes. What a config makes narrower
-    in a way that its class does not take is tried with fewer changes; at last only the layers are fewer.
+    It has two layers, or the fewest of the first layers with each kind. Its weights are random and large enough to
+    show mistakes, norms and biases included. If the class refuses a narrower config, fewer changes are tried; at last
+    only the layers are fewer.
 
     Args:
         module: a transformers model; its parameters need not take memory, and are not read.
@@ -40,13 +40,13 @@ def miniature(module: Any) -> Any:
     error: Exception | None = None
     for narrow, few_words in ((True, True), (False, True), (False, False)):
         config = copy.deepcopy(module.config)
-        for each in _all(config):
-            _shrink(each, narrow, few_words)
+        for sub_config in _iter_configs(config):
+            _shrink(sub_config, narrow, few_words)
         try:
-            made: Any = _of_each_kind(module, config)
+            model: Any = _make_with_each_kind(module, config)
             with torch.no_grad():
-                made.base_model(input_ids=torch.tensor([[1, 2]]), use_cache=False)
-            return made
+                model.base_model(input_ids=torch.tensor([[1, 2]]), use_cache=False)
+            return model
         except Exception as found:  # transformers raises all kinds
             error = found
     raise ModelError(
@@ -55,18 +55,18 @@ def miniature(module: Any) -> Any:
     ) from error
 
 
-def _all(config: Any) -> Iterator[Any]:
-    """A config, and those that it is composed of."""
+def _iter_configs(config: Any) -> Iterator[Any]:
+    """Yield a config and its sub-configs."""
     yield config
     for name in getattr(config, "sub_configs", {}):
         if (part := getattr(config, name, None)) is not None:
-            yield from _all(part)
+            yield from _iter_configs(part)
 
 
 def _shrink(config: Any, narrow: bool, few_words: bool) -> None:
-    def cap(name: str, most: int) -> None:
-        if isinstance(found := getattr(config, name, None), int) and not isinstance(found, bool):
-            setattr(config, name, min(found, most))
+    def cap(name: str, limit: int) -> None:
+        if isinstance(value := getattr(config, name, None), int) and not isinstance(value, bool):
+            setattr(config, name, min(value, limit))
 
     if few_words:
         cap("vocab_size", _WORDS)
@@ -76,7 +76,7 @@ def _shrink(config: Any, narrow: bool, few_words: bool) -> None:
                 setattr(config, name, None)
     if not narrow:
         return
-    for name in {each for each in vars(config) if each.endswith(_WIDE)}:
+    for name in {field for field in vars(config) if field.endswith(_WIDE)}:
         cap(name, _WIDTH)
     chosen = getattr(config, "num_experts_per_tok", None)
     for name in _EXPERTS:
@@ -90,48 +90,48 @@ def _shrink(config: Any, narrow: bool, few_words: bool) -> None:
             cap("num_key_value_heads", 2)
 
 
-def _of_each_kind(module: Any, config: Any) -> Any:
-    """With as many layers as it takes to have each kind of part that the model has, and two at least."""
-    wanted = {type(part) for part in module.modules() if not _wrapped(part)}
-    depths = {id(each): getattr(each, "num_hidden_layers", None) for each in _all(config)}
+def _make_with_each_kind(module: Any, config: Any) -> Any:
+    """Make a model with the fewest layers, at least two, that have each kind of part of the model."""
+    needed_kinds = {type(part) for part in module.modules() if not _is_adapter(part)}
+    depths = {id(sub_config): getattr(sub_config, "num_hidden_layers", None) for sub_config in _iter_configs(config)}
     deepest = max((depth for depth in depths.values() if isinstance(depth, int)), default=2)
     for depth in range(2, deepest + 1):
         short = copy.deepcopy(config)
-        whole = True
-        for each, full in zip(_all(short), depths.values(), strict=True):
-            whole &= _cut(each, full, depth)
+        complete = True
+        for sub_config, full in zip(_iter_configs(short), depths.values(), strict=True):
+            complete &= _keep_first_layers(sub_config, full, depth)
         with torch.device("meta"):
             kinds = {type(part) for part in type(module)._from_config(short, dtype=torch.float32).modules()}
-        if (whole and wanted <= kinds) or depth == deepest:
-            return _random(_made(module, short))
-    return _random(_made(module, config))
+        if (complete and needed_kinds <= kinds) or depth == deepest:
+            return _randomize(_make_model(module, short))
+    return _randomize(_make_model(module, config))
 
 
-def _made(module: Any, config: Any) -> Any:
-    """A model of a config; the generators of the program stay where they are."""
+def _make_model(module: Any, config: Any) -> Any:
+    """Make a model of a config without advancing the program's random generators."""
     with torch.random.fork_rng(devices=[]):
         return type(module)._from_config(config, dtype=torch.float32)
 
 
-def _wrapped(part: nn.Module) -> bool:
-    """Whether it is of an adapter, which a miniature has none of."""
+def _is_adapter(part: nn.Module) -> bool:
+    """Return whether a module is of an adapter, which a miniature does not have."""
     return type(part).__module__.startswith("peft") or isinstance(part, nn.ModuleDict | nn.ParameterDict | nn.Identity)
 
 
-def _cut(config: Any, full: int | None, depth: int) -> bool:
-    """Keep the first layers; whether what is said of each layer keeps all of its values."""
+def _keep_first_layers(config: Any, full: int | None, depth: int) -> bool:
+    """Keep the first layers; return whether lists with a value a layer keep all of their distinct values."""
     if full is None or depth >= full:
         return True
-    kept = True
+    complete = True
     for name, value in list(vars(config).items()):
-        if isinstance(value, list) and len(value) == full and len({str(each) for each in value}) < max(full, 3):
-            kept &= {str(each) for each in value} == {str(each) for each in value[:depth]}
+        if isinstance(value, list) and len(value) == full and len({str(item) for item in value}) < max(full, 3):
+            complete &= {str(item) for item in value} == {str(item) for item in value[:depth]}
             setattr(config, name, value[:depth])
     config.num_hidden_layers = depth
-    return kept
+    return complete
 
 
-def _random(module: Any) -> Any:
+def _randomize(module: Any) -> Any:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in module.parameters():

@@ -14,7 +14,7 @@ import attrs
 
 from nrl.errors import ArgumentError, ClusterError, DeadlineExceeded, GenerationError
 
-__all__ = ["Answer", "Server", "connected", "excerpt", "is_private"]
+__all__ = ["Answer", "CompletionServer", "connect", "excerpt", "is_private"]
 
 _LATER = frozenset({429, 500, 502, 503, 504})  # worth another attempt; other refusals would only repeat
 _ATTEMPTS = 6
@@ -34,31 +34,31 @@ class Answer(NamedTuple):
     """A server's answer.
 
     Args:
-        said: the parsed JSON.
+        content: the parsed JSON.
         times: how often it was asked.
     """
 
-    said: Any
+    content: Any
     times: int
 
 
 @attrs.define(eq=False)
-class Server:
+class CompletionServer:
     """A server, and the limits for requests to it. Its ``repr`` has no secrets.
 
     Args:
-        who: how errors name the caller.
+        caller: the name of the caller in errors.
         url: the address before paths. A user and a password in it are sent, and kept out of all messages.
         key: sent as the bearer token; None: no token.
         timeout: seconds for each answer, all attempts together.
         in_flight: how many requests may be under way at once.
         failed: how many requests in a row have failed in all attempts.
 
-    >>> Server("test", "http://localhost:8000/v1", key="secret", timeout=5.0, in_flight=2)
-    Server(who='test', url='http://localhost:8000/v1', timeout=5.0, in_flight=2, failed=0)
+    >>> CompletionServer("test", "http://localhost:8000/v1", key="secret", timeout=5.0, in_flight=2)
+    CompletionServer(caller='test', url='http://localhost:8000/v1', timeout=5.0, in_flight=2, failed=0)
     """
 
-    who: str
+    caller: str
     url: str
     key: str | None = attrs.field(repr=False)
     timeout: float
@@ -70,15 +70,15 @@ class Server:
     def __attrs_post_init__(self) -> None:
         scheme, rest = self.url.split("://", 1)
         host, slash, path = rest.partition("/")
-        login, at, host = host.rpartition("@")
-        if at:
+        login, separator, host = host.rpartition("@")
+        if separator:
             user, _, password = login.partition(":")
             self._login = unquote(user), unquote(password)
         self.url = f"{scheme}://{host}{slash}{path}"
         self._room = asyncio.Semaphore(self.in_flight)
 
     async def ask(self, path: str, body: Mapping[str, Any] | None = None) -> Answer:
-        """Get a path, or post a body to it as JSON; `nrl.runtime.threads.beside` runs this.
+        """Get a path, or post a body to it as JSON; `nrl.runtime.threads.run_in_loop` runs this.
 
         It tries again, a few times and ever later, where a connection fails or the server is busy or fails.
 
@@ -89,14 +89,14 @@ class Server:
         """
         async with self._room:
             try:
-                answer = await self._asked(self.url + path, body)
+                answer = await self._send(self.url + path, body)
             except ClusterError:
                 self.failed += 1
                 raise
             self.failed = 0
             return answer
 
-    async def _asked(self, url: str, body: Mapping[str, Any] | None) -> Answer:
+    async def _send(self, url: str, body: Mapping[str, Any] | None) -> Answer:
         import httpx2
 
         options: dict[str, Any] = {
@@ -104,7 +104,7 @@ class Server:
             "auth": self._login,
             "trust_env": not _is_here(url),  # a proxy is not for addresses of this machine
             "follow_redirects": False,
-            "verify": _trusted() if url.startswith("https:") else False,
+            "verify": _load_certificates() if url.startswith("https:") else False,
             "timeout": httpx2.Timeout(None, connect=_CONNECT),  # the deadline bounds all the rest
         }
         last, pause = "it has said nothing", 0.0
@@ -113,69 +113,71 @@ class Server:
             async with asyncio.timeout(self.timeout), httpx2.AsyncClient(**options) as client:
                 for attempt in range(_ATTEMPTS):
                     await asyncio.sleep(pause)
-                    pause = _WAIT * 2**attempt * random.uniform(0.75, 1.25)  # so that not all come back at once
+                    pause = (
+                        _WAIT * 2**attempt * random.uniform(0.75, 1.25)
+                    )  # The random factor spreads the retries of many clients.
                     try:
                         response = await client.request("GET" if body is None else "POST", url, json=body)
                     except httpx2.TransportError as error:
                         last = f"{type(error).__name__}: {error}".rstrip(": ")
                         continue
                     if response.status_code == 200:
-                        return Answer(self._parsed(url, response), attempt + 1)
+                        return Answer(self._parse(url, response), attempt + 1)
                     last = f"status {response.status_code}: {excerpt(response.text)}"
                     if response.status_code not in _LATER:
                         advice = _ADVICE.get(response.status_code, "see the server's own log")
-                        raise GenerationError(f"{self.who}: {url} refuses with {last}; {advice}")
+                        raise GenerationError(f"{self.caller}: {url} refuses with {last}; {advice}")
                     pause = max(pause, _seconds(response.headers.get("retry-after")))
         except TimeoutError:
             raise DeadlineExceeded(
-                f"{self.who}: {url} did not answer within {self.timeout:g} s ({last}); see whether the server is "
+                f"{self.caller}: {url} did not answer within {self.timeout:g} s ({last}); see whether the server is "
                 "alive, ask for fewer tokens, or give a longer timeout="
             ) from None
         raise ClusterError(
-            f"{self.who}: {url} could not be reached, or could not answer, {_ATTEMPTS} times ({last}); see whether the "
-            "server is alive and the address is right"
+            f"{self.caller}: {url} could not be reached, or could not answer, {_ATTEMPTS} times ({last}); see whether "
+            "the server is alive and the address is right"
         )
 
-    def _parsed(self, url: str, response: Any) -> Any:
+    def _parse(self, url: str, response: Any) -> Any:
         try:
             return response.json()
         except (ValueError, RecursionError):
             raise GenerationError(
-                f"{self.who}: {url} answers with something that is no JSON: {excerpt(response.text)}; look whether "
+                f"{self.caller}: {url} answers with something that is no JSON: {excerpt(response.text)}; look whether "
                 "the address is that of an OpenAI-compatible server"
             ) from None
 
 
-def connected(who: str, url: str, api_key: str | None, timeout: float, in_flight: int) -> Server:
-    """A server by its address, with or without ``/v1``.
+def connect(caller: str, url: str, api_key: str | None, timeout: float, in_flight: int) -> CompletionServer:
+    """Return a server by its address, with or without ``/v1``.
 
     Args:
-        who: how errors name the caller.
+        caller: the name of the caller in errors.
         url: the address.
         api_key: sent as the bearer token, wherever the server is; None: the environment variable ``OPENAI_API_KEY``, if
             it is set and nobody can listen on the way.
-        timeout: see `Server`.
-        in_flight: see `Server`.
+        timeout: see `CompletionServer`.
+        in_flight: see `CompletionServer`.
 
     Raises:
         ValueError: an argument that cannot be used.
     """
     if not url.startswith(("http://", "https://")):
         shown = url.rpartition("@")[2]  # before it a password may stand
-        raise ArgumentError(f"{who}: the url is {shown!r}; give one such as 'http://localhost:8000/v1'")
+        raise ArgumentError(f"{caller}: the url is {shown!r}; give one such as 'http://localhost:8000/v1'")
     if not timeout > 0 or in_flight < 1:
-        raise ArgumentError(f"{who}: timeout is {timeout} and in_flight {in_flight}; both have to be positive")
-    key = _of_environment(who, url) if api_key is None else api_key
-    return Server(who, url.rstrip("/").removesuffix("/v1") + "/v1", key, timeout, in_flight)
+        raise ArgumentError(f"{caller}: timeout is {timeout} and in_flight {in_flight}; both have to be positive")
+    key = _read_key(caller, url) if api_key is None else api_key
+    return CompletionServer(caller, url.rstrip("/").removesuffix("/v1") + "/v1", key, timeout, in_flight)
 
 
-def _of_environment(who: str, url: str) -> str | None:
-    """The key in the environment, unless somebody could listen on the way to the server."""
-    found = os.environ.get("OPENAI_API_KEY") or None
-    if found is None or is_private(url):
-        return found
+def _read_key(caller: str, url: str) -> str | None:
+    """Return the key in the environment, unless somebody could listen on the way to the server."""
+    key = os.environ.get("OPENAI_API_KEY") or None
+    if key is None or is_private(url):
+        return key
     warnings.warn(
-        f"{who}: OPENAI_API_KEY is not sent to {urlsplit(url).hostname}, as http carries it in clear; if the server "
+        f"{caller}: OPENAI_API_KEY is not sent to {urlsplit(url).hostname}, as http carries it in clear; if the server "
         "is to have it, give an https address, or api_key=...",
         UserWarning,
         stacklevel=4,
@@ -184,7 +186,7 @@ def _of_environment(who: str, url: str) -> str | None:
 
 
 def is_private(url: str) -> bool:
-    """Whether nobody can listen on the way to an address, because of TLS or because it is this machine's own.
+    """Return whether the way to an address is private, by TLS or because it is this machine's own.
 
     >>> is_private("https://example.org/v1"), is_private("http://127.0.0.1:8000"), is_private("http://gpu7:8000")
     (True, True, False)
@@ -200,24 +202,24 @@ def _is_here(url: str) -> bool:
         return name == "localhost" or name.endswith(".localhost")
 
 
-def excerpt(text: object, most: int = 300) -> str:
-    """The beginning of a server's answer, on one line.
+def excerpt(text: object, limit: int = 300) -> str:
+    """Return the beginning of a server's answer, on one line.
 
     >>> excerpt("all  is\\nwell"), excerpt("x" * 9, 4)
     ('all is well', 'xxxx ...')
     """
     line = " ".join(str(text).split())
-    return line if len(line) <= most else f"{line[:most]} ..."
+    return line if len(line) <= limit else f"{line[:limit]} ..."
 
 
 def _seconds(header: str | None) -> float:
-    """The seconds in ``Retry-After``; 0 for a date or no header."""
+    """Return the seconds in ``Retry-After``; 0 for a date or no header."""
     return float(header) if header and header.isdecimal() else 0.0
 
 
 @functools.cache
-def _trusted() -> Any:
-    """The trusted certificates, read once, since that takes a while."""
+def _load_certificates() -> Any:
+    """Load the trusted certificates, once, since that takes a while."""
     import httpx2
 
     return httpx2.create_ssl_context()

@@ -15,24 +15,24 @@ __all__ = ["Capabilities", "Inflight", "Probed", "Sampler", "Streams", "capabili
 
 
 type Inflight = Literal["wait", "keep", "abort"]
-"""What becomes of requests that are under way when new weights come; see `nrl.publish`."""
+"""The fate of requests in flight when new weights come; see `nrl.publish`."""
 
 
 @checked("Capabilities")
 @attrs.frozen
 class Capabilities:
-    """What a sampler can do beside the methods that every `Sampler` has.
+    """The abilities of a sampler beside the methods that every `Sampler` has.
 
     Args:
-        streams: it takes on requests while it decodes others, and has the method of `Streams`.
-        remote: it decodes in other processes, so that the program can do something else meanwhile.
-        tolerance: nats by which its log-probabilities may differ from a trainer's, because it computes differently:
-            `publish` compares them, by the methods of `Probed`. None: they need no check.
-        adapter: `nrl.backends.Model.adapter` of its model; with one, `publish` sends the adapter alone.
-        media: the kinds of `nrl.backends.Media` that its prompts may have, such as ``"image"``.
-        dtype: that it rounds matrices to when it receives them, so that `publish` sends them rounded; None: it is not
-            known, or not the same for all.
-        routes: (layers, k) of the ``routes`` that its completions have; None: they have none.
+        streams: the sampler takes on requests while decoding others, and has the method of `Streams`.
+        remote: the sampler decodes in other processes, while the program can go on.
+        tolerance: nats by which log-probabilities may differ from a trainer's, because the sampler computes
+            differently: `publish` compares them, by the methods of `Probed`. None: no check is needed.
+        adapter: `nrl.backends.Model.adapter` of the sampler's model; with one, `publish` sends the adapter alone.
+        media: the kinds of `nrl.backends.Media` in prompts, for example ``"image"``.
+        dtype: of received matrices after rounding, which `publish` does before sending; None: unknown, or different
+            for some matrices.
+        routes: (layers, k) of the ``routes`` of completions; None: completions have no routes.
 
     >>> Capabilities().streams
     False
@@ -48,17 +48,17 @@ class Capabilities:
 
 
 def capabilities(sampler: Any) -> Capabilities:
-    """What a sampler can do: its attribute ``capabilities``; one that has none can do nothing more than it must.
+    """Return a sampler's attribute ``capabilities``, or the default ``Capabilities()`` without one.
 
     >>> capabilities(object()) == Capabilities()
     True
     """
-    found: Capabilities = getattr(sampler, "capabilities", Capabilities())
-    return found
+    declared: Capabilities = getattr(sampler, "capabilities", Capabilities())
+    return declared
 
 
 class Sampler(Protocol):
-    """What rollouts and `nrl.publish` need of a sampler. It may have ``capabilities``, too: see `Capabilities`."""
+    """The sampler that rollouts and `nrl.publish` need. It may have ``capabilities``, too: see `Capabilities`."""
 
     @property
     def version(self) -> int:
@@ -77,7 +77,7 @@ class Sampler(Protocol):
 
     @property
     def sampling(self) -> Sampling:
-        """How it samples where a call does not say."""
+        """The sampling of calls that name none."""
         ...
 
     def generate(
@@ -107,12 +107,12 @@ class Sampler(Protocol):
         """Replace the weights in place; `publish` calls it.
 
         Args:
-            buckets: pieces of weights (`nrl.backends.types.Piece`), some at a time. Futures stand for values on a mesh:
-                a sampler on a mesh passes them on to its processes, without a wait or a copy here. `publish` gives
-                buckets that can be iterated again, until a step has consumed the params; then iterating raises
+            buckets: pieces of weights (`nrl.backends.types.Piece`), a bucket at a time. Futures are values on a mesh: a
+                sampler on a mesh passes them on to its processes, without a wait or a copy here. The buckets of
+                `publish` can be iterated again until a step has consumed the params; then iterating raises
                 `ConsumedState`.
-            version: of these weights, which completions bear from now on.
-            inflight: what becomes of requests that are under way; see `nrl.publish`.
+            version: of these weights; completions bear it from now on.
+            inflight: the fate of requests in flight; see `nrl.publish`.
 
         Raises:
             ModelError: a name that the model does not have, a wrong shape, or weights that are missing.
@@ -132,12 +132,12 @@ register_kind(
 
 
 class Streams(Protocol):
-    """A sampler that takes on requests while it decodes others (`Capabilities.streams`)."""
+    """A sampler with requests joining while others are decoded (`Capabilities.streams`)."""
 
     def stream(
         self, prompts: Sequence[Chunks], seeds: Sequence[int], sampling: Sampling | None = None
     ) -> "list[futures.Future[Completion]]":
-        """As `Sampler.generate`, with a future for each row; if one is cancelled, the sampler forgets the row."""
+        """Complete each prompt, with a future for each row; if one is cancelled, the sampler forgets the row."""
         ...
 
 

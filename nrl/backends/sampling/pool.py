@@ -1,9 +1,8 @@
 """A sampler over a pool of engines of any kind, each with a copy of the weights.
 
-`generate` and `stream` place each request with an engine. The thread that looks after the engine's seat lets the engine
-decode as long as it has requests, answers those that are finished, and lets new ones join. Weights are received between
-two calls of an engine. An engine that dies is started again and gets the weights; its requests are asked again, here or
-elsewhere.
+`generate` and `stream` place each request with an engine. The thread of the engine's replica lets the engine decode as
+long as it has requests, answers the finished ones, and lets new ones join. Weights are received between two calls of an
+engine. An engine that dies is started again and gets the weights; its requests are asked again, here or elsewhere.
 """
 
 import itertools
@@ -21,13 +20,13 @@ from nrl.backends.engine import GIVEN_UP, Request, SampleEngine
 from nrl.backends.models.loading import load_tokenizer
 from nrl.backends.sampling.base import Capabilities, Inflight
 from nrl.backends.sampling.prefix_router import Router
-from nrl.backends.sampling.replica import Awaited, Seat, SeatState, Work
+from nrl.backends.sampling.replica import EngineReplica, EngineStep, PendingRequest, ReplicaState
 from nrl.backends.sampling.validation import check_prompts, warn_of_truncation
-from nrl.backends.sampling.weights import Weights, give, say
+from nrl.backends.sampling.weight_delivery import Weights, give, say
 from nrl.backends.types import Bucket, Chunks, Completion, Model, Sampling
 from nrl.errors import ConsumedState, DeadlineExceeded, GenerationError, LostRequest, ModelError, WeightMismatch
 from nrl.log import slow_wait
-from nrl.runtime.mesh.futures import Future, done, gathered
+from nrl.runtime.mesh.futures import Future, done, gather
 from nrl.runtime.mesh.placement import Mesh
 
 __all__ = ["EnginePool", "StreamingEnginePool"]
@@ -73,7 +72,7 @@ class EnginePool:
         self.version = 0
         """See `nrl.backends.Sampler`."""
         self.lag = 0
-        """How many publishes early it samples, for `nrl.ahead`."""
+        """The number of publishes that it samples early, for `nrl.ahead`."""
         self.capabilities = Capabilities(
             streams=isinstance(self, StreamingEnginePool),
             remote=meshes[0].cluster.remote,
@@ -83,24 +82,24 @@ class EnginePool:
             routes=routes,
         )
         self._name, self._cluster = name, meshes[0].cluster
-        self._changed = threading.Condition()  # guards the seats; every change of theirs notifies it
-        self._seats = [Seat(mesh, name, make, self._changed) for mesh in meshes]
-        self.context_length, self._vocabulary, dtype = self._seats[0].about()
+        self._changed = threading.Condition()  # Guards the replicas; each change of their state notifies it.
+        self._replicas = [EngineReplica(mesh, name, make, self._changed) for mesh in meshes]
+        self.context_length, self._vocabulary, dtype = self._replicas[0].about()
         self.capabilities = attrs.evolve(self.capabilities, dtype=dtype)
-        self._engines = [(seat, engine) for seat in self._seats for engine in range(seat.engines)]
-        self._places = {each: place for place, each in enumerate(self._engines)}
+        self._engines = [(replica, engine) for replica in self._replicas for engine in range(replica.engines)]
+        self._indices = {engine: index for index, engine in enumerate(self._engines)}
         self._router, self._numbers = Router(len(self._engines)), itertools.count()
-        self._tended: set[Seat] = set()  # a thread looks after them
-        self._called: set[Seat] = set()  # and waits for the answer of their engines
-        self._receives = threading.Lock()  # weights are received once at a time
-        self._weights: Iterable[Bucket | Future[Bucket]] | None = None  # for an engine that is started again
-        self._broken = ""  # what is wrong with the weights
+        self._tended: set[EngineReplica] = set()  # replicas that a thread looks after
+        self._called: set[EngineReplica] = set()  # replicas whose thread waits for the answer of their engines
+        self._receives = threading.Lock()  # One receive at a time.
+        self._weights: Iterable[Bucket | Future[Bucket]] | None = None  # Kept for engines that are started again.
+        self._broken = ""  # why the weights are unusable
         self._warned = False
 
     @property
     def meshes(self) -> list[Mesh]:
-        """Where its engines are."""
-        return [seat.mesh for seat in self._seats]
+        """The meshes of its engines."""
+        return [replica.mesh for replica in self._replicas]
 
     def generate(
         self,
@@ -118,16 +117,16 @@ class EnginePool:
             GenerationError: a prompt that cannot be completed, or weights that were received only in part.
             ClosedCluster: the cluster has been left.
         """
-        return gathered(self._ask(prompts, seeds, sampling))
+        return gather(self._ask(prompts, seeds, sampling))
 
     def everywhere(self, prompt: Sequence[int], sampling: Sampling) -> Future[list[Completion]]:
         """Let every engine complete a prompt; see `nrl.backends.sampling.base.Probed`.
 
-        Engines that are being started again are left out, unless there are no others.
+        Restarting engines are left out, unless all engines restart.
         """
         load, alive = self._load(), self._alive()
-        there = [place for place in alive if math.isfinite(load[place])] or alive
-        return gathered(self._ask([prompt] * len(there), None, sampling, there))
+        available = [engine for engine in alive if math.isfinite(load[engine])] or alive
+        return gather(self._ask([prompt] * len(available), None, sampling, available))
 
     def _ask(
         self,
@@ -142,96 +141,96 @@ class EnginePool:
         noise = list(range(len(prompts)) if seeds is None else seeds)
         media = self.capabilities.media
         check_prompts(prompts, noise, chosen.stop_token_ids, self._vocabulary, self.context_length, media)
-        given_up = GIVEN_UP.get()
+        read_given_up = GIVEN_UP.get()
 
-        def awaited(row: int, prompt: Chunks) -> Awaited:
-            number, cancellable = next(self._numbers), given_up is not None
+        def make_pending(row: int, prompt: Chunks) -> PendingRequest:
+            number, cancellable = next(self._numbers), read_given_up is not None
             request = Request(number, list(prompt), noise[row], chosen, cancellable)
-            return Awaited(request, is_given_up=lambda: given_up is not None and given_up()[row])
+            return PendingRequest(request, is_given_up=lambda: read_given_up is not None and read_given_up()[row])
 
-        asked = [awaited(row, prompt) for row, prompt in enumerate(prompts)]
+        pending = [make_pending(row, prompt) for row, prompt in enumerate(prompts)]
         with self._changed:
             if self._broken:
-                raise self._unfit()
-            self._place(asked, engines)
-        self._work_where_wanted()
-        return [each.answer for each in asked]
+                raise self._make_unfit_error()
+            self._place(pending, engines)
+        self._start_work()
+        return [request.answer for request in pending]
 
-    def _place(self, asked: Sequence[Awaited], engines: Sequence[int] | None = None) -> None:
+    def _place(self, requests: Sequence[PendingRequest], engines: Sequence[int] | None = None) -> None:
         """Choose an engine for each request, which waits for it from now on."""
         alive, load = self._alive(), self._load()
         if not alive:
-            for each in asked:
-                each.fail(cast(BaseException, self._seats[0].error))
+            for request in requests:
+                request.fail(cast(BaseException, self._replicas[0].error))
             return
         if engines is None and min(load) < math.inf:
-            engines = self._router.choose([each.request.prompt for each in asked], load)
+            engines = self._router.choose([request.request.prompt for request in requests], load)
         elif engines is None:  # all that are left are being started again
-            engines = [alive[place % len(alive)] for place in range(len(asked))]
-        for each, chosen in zip(asked, engines, strict=True):
-            seat, engine = self._engines[chosen]
-            seat.waiting[engine].append(each)
+            engines = [alive[index % len(alive)] for index in range(len(requests))]
+        for request, chosen in zip(requests, engines, strict=True):
+            replica, engine = self._engines[chosen]
+            replica.waiting[engine].append(request)
 
     def _load(self) -> list[float]:
-        return [each for seat in self._seats for each in seat.load]
+        return [count for replica in self._replicas for count in replica.load]
 
     def _alive(self) -> list[int]:
-        return [place for place, (seat, _) in enumerate(self._engines) if seat.state != "lost"]
+        return [index for index, (replica, _) in enumerate(self._engines) if replica.state != "lost"]
 
-    def _in(self, *states: SeatState) -> list[Seat]:
-        return [seat for seat in self._seats if seat.state in states]
+    def _list_in(self, *states: ReplicaState) -> list[EngineReplica]:
+        return [replica for replica in self._replicas if replica.state in states]
 
-    def _work_where_wanted(self) -> None:
-        """Start a thread for each seat with work that none looks after; do the work here where engines are local."""
+    def _start_work(self) -> None:
+        """Start a thread for each replica with work that has no thread; do the work here where engines are local."""
         with self._changed:
-            idle = [seat for seat in self._seats if seat.wanted and seat not in self._tended]
+            idle = [replica for replica in self._replicas if replica.has_work and replica not in self._tended]
             self._tended.update(idle)
-        for seat in idle:
+        for replica in idle:
             if self.capabilities.remote:
-                self._cluster.thread(self._work, seat, name=self._name)
+                self._cluster.thread(self._work, replica, name=self._name)
             else:
-                self._work(seat)
+                self._work(replica)
 
-    def _work(self, seat: Seat) -> None:
-        """Let the engines of a seat decode until nobody waits for an answer, and start them again if they die."""
+    def _work(self, replica: EngineReplica) -> None:
+        """Let the engines of a replica decode until nobody waits for an answer, and start them again if they die."""
         try:
-            while (work := self._next(seat)) is not None:
+            while (work := self._next_steps(replica)) is not None:
                 try:
-                    if seat.state != "starting":
-                        self._answer(seat, seat.advance(work, self.version))
+                    if replica.state != "starting":
+                        self._answer(replica, replica.advance(work, self.version))
                 except Exception as error:
-                    if (death := seat.death(error)) is None:
-                        self._fail(seat, error)
+                    if (death := replica.describe_death(error)) is None:
+                        self._fail(replica, error)
                     else:
-                        seat.die(death)
-                if seat.state == "starting":
-                    self._revive(seat)
+                        replica.die(death)
+                if replica.state == "starting":
+                    self._revive(replica)
         except BaseException as error:  # an interrupt, or a cluster that was left
             with self._changed:
-                self._fail(seat, error, waiting=True)
-                self._tended.discard(seat)
-                self._called.discard(seat)
+                self._fail(replica, error, waiting=True)
+                self._tended.discard(replica)
+                self._called.discard(replica)
                 self._changed.notify_all()
             if not (self.capabilities.remote and isinstance(error, Exception)):
                 raise
 
-    def _next(self, seat: Seat) -> list[Work] | None:
-        """The next work for the engines, as soon as they may take some; None: there is none."""
+    def _next_steps(self, replica: EngineReplica) -> list[EngineStep] | None:
+        """Return the next steps of the engines, as soon as they may take some; None: there is no work."""
         with self._changed:
-            self._called.discard(seat)
+            self._called.discard(replica)
             self._changed.notify_all()
-            self._until(lambda: seat.free, f"generate: no engine could be asked, {_AFTER}")
-            if seat.state == "starting":
+            self._wait_until(lambda: replica.is_ready, f"generate: no engine could be asked, {_AFTER}")
+            if replica.state == "starting":
                 return []
-            work = seat.take()
-            if seat.state == "lost" or not (seat.under_way or any(cancelled for _, cancelled in work)):
-                self._tended.discard(seat)
-                seat.show()
+            work = replica.take_steps()
+            if replica.state == "lost" or not (replica.under_way or any(cancelled for _, cancelled in work)):
+                self._tended.discard(replica)
+                replica.show()
                 return None
-            self._called.add(seat)
+            self._called.add(replica)
             return work
 
-    def _until(self, condition: Callable[[], bool], otherwise: str) -> None:
+    def _wait_until(self, condition: Callable[[], bool], otherwise: str) -> None:
         limit = getattr(self._cluster, "deadline", math.inf)
         began = time.monotonic()
         while not self._changed.wait_for(condition, 1.0):
@@ -239,96 +238,98 @@ class EnginePool:
             if time.monotonic() - began > limit:
                 raise DeadlineExceeded(f"{otherwise} (within {limit:g} s)")
 
-    def _answer(self, seat: Seat, finished: Sequence[Sequence[tuple[int, Completion | Exception]]]) -> None:
+    def _answer(self, replica: EngineReplica, finished: Sequence[Sequence[tuple[int, Completion | Exception]]]) -> None:
         with self._changed:
-            for engine, found in enumerate(finished):
-                for number, answer in found:
-                    if (asked := seat.answered(engine, number, answer)) is None:
+            for engine, answers in enumerate(finished):
+                for number, answer in answers:
+                    if (request := replica.pop_request(engine, number, answer)) is None:
                         continue  # nobody waits for it any more
                     if isinstance(answer, Exception):
-                        asked.fail(answer)
+                        request.fail(answer)
                     else:
-                        tokens = [*asked.request.prompt, *answer.token_ids.tolist()]
-                        self._router.has_read(self._places[seat, engine], tokens)
-                        asked.give(answer)
+                        tokens = [*request.request.prompt, *answer.token_ids.tolist()]
+                        self._router.has_read(self._indices[replica, engine], tokens)
+                        request.complete(answer)
 
-    def _fail(self, seat: Seat, error: BaseException, *, waiting: bool = False) -> None:
+    def _fail(self, replica: EngineReplica, error: BaseException, *, waiting: bool = False) -> None:
         with self._changed:
-            asked, others = seat.take_back()
-            for each in [*asked, *(others if waiting else [])]:
-                each.fail(error)
+            in_flight, queued = replica.take_back()
+            for request in [*in_flight, *(queued if waiting else [])]:
+                request.fail(error)
             if not waiting:
-                self._place(others)
+                self._place(queued)
 
-    def _unfit(self) -> GenerationError:
+    def _make_unfit_error(self) -> GenerationError:
         return GenerationError(
             f"generate: the sampler's weights {self._broken}; publish a complete set of weights first"
         )
 
-    def _revive(self, seat: Seat) -> None:
-        """Start the engines of a seat again after their death; their requests are asked again, here or elsewhere."""
+    def _revive(self, replica: EngineReplica) -> None:
+        """Start the engines of a replica again after their death; their requests are asked again, here or elsewhere."""
         self._cluster.check_open("generate")
-        error = seat.error
+        error = replica.error
         with self._changed:
-            self._called.discard(seat)
-            asked, waiting = seat.take_back()
-            for each in asked:
-                each.deaths += 1
-                if each.deaths >= _TIMES:
-                    each.fail(LostRequest(f"generate: {_TIMES} engines died while they decoded it; the last: {error}"))
-            again = [each for each in asked if each.deaths < _TIMES]
-            self._place([*again, *waiting])
+            self._called.discard(replica)
+            in_flight, waiting = replica.take_back()
+            for request in in_flight:
+                request.deaths += 1
+                if request.deaths >= _TIMES:
+                    request.fail(
+                        LostRequest(f"generate: {_TIMES} engines died while they decoded it; the last: {error}")
+                    )
+            retried = [request for request in in_flight if request.deaths < _TIMES]
+            self._place([*retried, *waiting])
             self._changed.notify_all()
-        self._work_where_wanted()
-        death, count = str(error).partition(" The last lines of its log:")[0], len(asked) + len(waiting)
+        self._start_work()
+        death, count = str(error).partition(" The last lines of its log:")[0], len(in_flight) + len(waiting)
         slow_wait.say(
-            f"{death} Its {count} requests are asked again, and mesh '{seat.mesh.name}' is started again in "
-            f"{seat.mesh.slots!r}"
+            f"{death} Its {count} requests are asked again, and mesh '{replica.mesh.name}' is started again in "
+            f"{replica.mesh.slots!r}"
         )
         outcome = "it has been started again"
         try:
-            seat.restart(_TIMES, lambda: self._renew(seat))
+            replica.restart(_TIMES, lambda: self._renew(replica))
         except Exception as final:
             outcome = f"it is not started again: {final}"
             with self._changed:
-                seat.lose(final)
-                self._place(seat.take_back()[1])
-            self._work_where_wanted()
-        idle = seat.state != "lost" and not self._in("starting", "serving", "receiving")
-        more = f"The sampler's weights {self._broken}. " if self._broken else _WAITS if idle else ""
+                replica.lose(final)
+                self._place(replica.take_back()[1])
+            self._start_work()
+        idle = replica.state != "lost" and not self._list_in("starting", "serving", "receiving")
+        consequence = f"The sampler's weights {self._broken}. " if self._broken else _WAITS if idle else ""
         say(
-            f"{self._name}: an engine was lost, and {outcome}; {len(again)} requests were asked again, and "
-            f"{len(asked) - len(again)} given up. {more}{error}"
+            f"{self._name}: an engine was lost, and {outcome}; {len(retried)} requests were asked again, and "
+            f"{len(in_flight) - len(retried)} given up. {consequence}{error}"
         )
 
-    def _renew(self, seat: Seat) -> None:
-        """Give engines that have been started again the weights, if they are still there; then they serve."""
+    def _renew(self, replica: EngineReplica) -> None:
+        """Give restarted engines the weights, if these still exist; then they serve."""
         with self._receives:
             try:
-                whole = self._given_again(seat)
+                ready = self._give_again(replica)
             except WeightMismatch as error:
-                whole = all(min(other.load) == math.inf for other in self._seats if other is not seat)
-                if whole:
+                ready = all(min(other.load) == math.inf for other in self._replicas if other is not replica)
+                if ready:
                     self.distrust(str(error))
                 else:
                     say(f"{self._name}: what was started again does not serve before the next publish. {error}")
             with self._changed:
-                if whole:
-                    seat.serve()
+                if ready:
+                    replica.serve()
                 else:
-                    seat.lack()
-                    self._place(seat.take_back()[1])
+                    replica.lack()
+                    self._place(replica.take_back()[1])
 
-    def _given_again(self, seat: Seat) -> bool:
-        """Give a seat the current weights and check them; False: a step has consumed them."""
+    def _give_again(self, replica: EngineReplica) -> bool:
+        """Give a replica the current weights and check them; False: a step has consumed them."""
 
         def complete(prompt: Sequence[int], sampling: Sampling) -> Future[list[Completion]]:
-            return done(seat.complete(Request(next(self._numbers), prompt, 0, sampling), self.version))
+            return done(replica.complete(Request(next(self._numbers), prompt, 0, sampling), self.version))
 
         if self._weights is None:
             return self.version == 0
         try:
-            for death in give([seat], self._weights, self.version).values():
+            for death in give([replica], self._weights, self.version).values():
                 raise death
             if isinstance(self._weights, Weights):
                 self._weights.check(self.version, complete)
@@ -348,23 +349,23 @@ class EnginePool:
             LostActor: an engine died, and cannot be started again and given the weights.
         """
         self._cluster.check_open("receive")
-        with self._receives, self._while_none_decodes(inflight):
+        with self._receives, self._pause_decoding(inflight):
             self._weights = None if iter(buckets) is buckets else buckets
             try:
-                for seat in self._in("empty"):
-                    seat.receive()
-                seats = self._in("receiving")
+                for replica in self._list_in("empty"):
+                    replica.receive()
+                replicas = self._list_in("receiving")
                 if not self._alive():
-                    raise cast(Exception, self._seats[0].error)
-                for seat, error in (give(seats, buckets, version) if seats else {}).items():
+                    raise cast(Exception, self._replicas[0].error)
+                for replica, error in (give(replicas, buckets, version) if replicas else {}).items():
                     if self._weights is None:
                         raise error
-                    seat.die(error)
+                    replica.die(error)
             except BaseException as error:
                 self._weights = None
                 self._refuse(f"are incomplete since the last receive ({str(error) or type(error).__name__})")
-                for seat in self._in("receiving"):
-                    seat.lack()
+                for replica in self._list_in("receiving"):
+                    replica.lack()
                 raise
             with self._changed:
                 self._broken, self.version = "", version
@@ -376,37 +377,37 @@ class EnginePool:
     def _refuse(self, broken: str) -> None:
         with self._changed:
             self._broken = broken
-            for seat in self._seats:
-                self._fail(seat, self._unfit(), waiting=True)
+            for replica in self._replicas:
+                self._fail(replica, self._make_unfit_error(), waiting=True)
             self._changed.notify_all()
 
     @contextmanager
-    def _while_none_decodes(self, inflight: Inflight) -> Iterator[None]:
+    def _pause_decoding(self, inflight: Inflight) -> Iterator[None]:
         """Run the block while no engine decodes; the serving engines receive in it, and serve again after it."""
         try:
             with self._changed:
-                for seat in self._in("serving"):
-                    seat.receive(finish=inflight == "wait")
-                self._until(
-                    lambda: not (self._called or any(seat.finishing for seat in self._seats)),
+                for replica in self._list_in("serving"):
+                    replica.receive(finish=inflight == "wait")
+                self._wait_until(
+                    lambda: not (self._called or any(replica.is_finishing for replica in self._replicas)),
                     "receive: what is under way did not end",
                 )
                 if inflight == "abort":
-                    for seat in self._seats:
-                        self._place([*itertools.chain(*seat.take_back())])
+                    for replica in self._replicas:
+                        self._place([*itertools.chain(*replica.take_back())])
             yield
         finally:
             with self._changed:
-                for seat in self._in("receiving"):
-                    seat.serve()
-            self._work_where_wanted()
+                for replica in self._list_in("receiving"):
+                    replica.serve()
+            self._start_work()
 
 
 class StreamingEnginePool(EnginePool):
-    """A pool whose engines take on requests while they decode others; `nrl.backends.vllm.sampler` makes one."""
+    """A pool of engines that take on requests while decoding others; `nrl.backends.vllm.sampler` makes one."""
 
     def stream(
         self, prompts: Sequence[Chunks], seeds: Sequence[int], sampling: Sampling | None = None
     ) -> "list[futures.Future[Completion]]":
-        """As `generate`, with a future for each row; if one is cancelled, its engine forgets the row."""
+        """Complete each prompt, with a future for each row; if one is cancelled, its engine forgets the row."""
         return self._ask(prompts, seeds, sampling)

@@ -15,7 +15,7 @@ _SLACK = 1.25  # how many times its share an engine may get of prompts whose beg
 
 
 class Router:
-    """Remembers which engine has read which beginnings of prompts.
+    """A router that remembers which engine has read which beginnings of prompts.
 
     An engine that has read a prompt, or one with the same beginning, holds its keys and values, and another engine
     would compute them again. But waiting for a busy engine while another idles costs more.
@@ -37,31 +37,31 @@ class Router:
 
         Args:
             prompts: token ids; equal tokens with other media are other prompts.
-            load: for each engine, how many requests it has; infinite, if it takes none.
+            load: the number of requests of each engine; infinite, if an engine takes none.
 
         Returns:
-            For each prompt, the engine that has read the longest beginning of it, if that is at least half of the
-            prompt and the engine has at most a quarter more than its share of requests; else the first of those with
-            the fewest.
+            For each prompt, the engine with the longest beginning of it, if the beginning is at least half of the
+            prompt and the engine has at most a quarter more than its share of requests; else the first engine with the
+            fewest requests.
         """
         load = list(load)
-        taking = [each for each in load if each < math.inf]
-        most = (sum(taking) + len(prompts)) / max(1, len(taking)) * _SLACK
-        fewest = [(each, engine) for engine, each in enumerate(load)]
+        taking = [count for count in load if count < math.inf]
+        limit = (sum(taking) + len(prompts)) / max(1, len(taking)) * _SLACK
+        fewest = [(count, engine) for engine, count in enumerate(load)]
         heapq.heapify(fewest)
-        found = []
+        choices = []
         for prompt in prompts:
             beginnings = _beginnings(prompt)
             while fewest[0][0] != load[fewest[0][1]]:  # it has been given more since
                 heapq.heapreplace(fewest, (load[fewest[0][1]], fewest[0][1]))
             least = fewest[0][1]
-            known = (self._readers[key] for n, key in beginnings if 2 * n >= len(prompt) and key in self._readers)
-            reader = next(known, least)
-            chosen = reader if load[reader] < most else least
+            readers = (self._readers[key] for n, key in beginnings if 2 * n >= len(prompt) and key in self._readers)
+            reader = next(readers, least)
+            chosen = reader if load[reader] < limit else least
             load[chosen] += 1
             self._note(beginnings, chosen)
-            found.append(chosen)
-        return found
+            choices.append(chosen)
+        return choices
 
     def has_read(self, engine: int, tokens: Sequence[int]) -> None:
         """Note that an engine holds a prompt with its completion; an episode's next turn begins with them."""
@@ -76,10 +76,10 @@ class Router:
 
 
 def _beginnings(prompt: Chunks) -> list[tuple[int, int]]:
-    """Lengths and hashes of beginnings, the longest first."""
-    found, key = [], 0
+    """Return lengths and hashes of the beginnings of a prompt, the longest first."""
+    beginnings, key = [], 0
     for start in range(0, len(prompt), _BLOCK):
         block = tuple(prompt[start : start + _BLOCK])
         key = hash((key, block))
-        found.append((start + len(block), key))
-    return found[::-1]
+        beginnings.append((start + len(block), key))
+    return beginnings[::-1]

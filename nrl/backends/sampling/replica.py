@@ -1,4 +1,4 @@
-"""The engines of one mesh, as the driver sees them: the state that they share, and who waits for what from them.
+"""The engines of one mesh, as the driver sees them: their common state, and the requests that wait for them.
 
 Engines on one mesh live and die together and take turns together, so they have one state:
 
@@ -39,21 +39,21 @@ from nrl.runtime.mesh.rpc import Each, call, from_first, method, only
 from nrl.runtime.trace import timeline
 from nrl.runtime.venvs.registry import Executable
 
-__all__ = ["Awaited", "Seat", "SeatState", "Work", "meshes"]
+__all__ = ["EngineReplica", "EngineStep", "PendingRequest", "ReplicaState", "meshes"]
 
 # The completion of a request that was given up: whoever asked for other prompts in the same call still waits for all.
 _NOTHING = Completion(torch.zeros(0, dtype=torch.int64), torch.zeros(0), truncated=True, version=0)
 _PAUSE, _LONGEST = 0.05, 10.0  # seconds: of a pause that shows in the timeline, and of a bar
 
-type SeatState = Literal["starting", "serving", "receiving", "empty", "lost"]
-"""What the engines of a seat do: they are started (again), answer, are given weights, have none, or are gone."""
+type ReplicaState = Literal["starting", "serving", "receiving", "empty", "lost"]
+"""The state of a replica: its engines start (again), answer, are given weights, have none, or are gone."""
 
-type Work = tuple[list[Request], list[int]]
+type EngineStep = tuple[list[Request], list[int]]
 """The work for an engine: new requests, and the numbers of those that nobody wants any more."""
 
 
 @attrs.define(eq=False)
-class Awaited:
+class PendingRequest:
     """A request that somebody waits for.
 
     Args:
@@ -63,7 +63,7 @@ class Awaited:
         deaths: how many engines died with it.
         is_given_up: returns whether nobody waits any more, although the answer is not cancelled.
 
-    >>> Awaited(Request(0, [1], 0, None)).times
+    >>> PendingRequest(Request(0, [1], 0, None)).times
     0
     """
 
@@ -75,22 +75,24 @@ class Awaited:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether somebody still waits for it."""
+        """True while somebody still waits for the answer."""
         return not (self.answer.cancelled() or self.is_given_up())
 
-    def give(self, completion: Completion) -> None:
-        """Answer it."""
-        with suppress(futures.InvalidStateError):  # it has been cancelled
+    def complete(self, completion: Completion) -> None:
+        """Answer the request."""
+        with suppress(futures.InvalidStateError):  # The future has been cancelled.
             self.answer.set_result(completion._replace(times=self.times))
 
     def fail(self, error: BaseException) -> None:
-        """Say why it is not answered."""
+        """Answer the request with an error."""
         with suppress(futures.InvalidStateError):
             self.answer.set_exception(error)
 
 
 def meshes(place: Slots | Mesh, executable: str | Executable, tp: int = 1) -> list[Mesh]:
-    """A mesh as it is; of slots, one for each ``tp``, so that an engine dies alone. In this process one stands for all.
+    """Return the meshes of a sampler's engines: a given mesh, or one for each ``tp`` slots, so that engines die alone.
+
+    On the local cluster one mesh stands for all slots.
 
     Raises:
         PlacementError: the slots cannot be divided by ``tp``, or the mesh has another.
@@ -110,8 +112,8 @@ def meshes(place: Slots | Mesh, executable: str | Executable, tp: int = 1) -> li
     return [part.mesh(tp=tp, executable=executable, name=f"sampler {i}") for i, part in enumerate(parts)]
 
 
-class Seat:
-    """The engines of a mesh: how many there are, what state they are in, and what they were asked.
+class EngineReplica:
+    """The engines of a mesh: their number, their state and their requests.
 
     Args:
         mesh: where they are.
@@ -123,101 +125,104 @@ class Seat:
     def __init__(self, mesh: Mesh, name: str, make: Callable[[], SampleEngine], changed: threading.Condition) -> None:
         self.mesh, self._name, self._make = mesh, name, make
         self.engines = 1 if mesh.processes.count == 1 else mesh.dp
-        self.waiting: list[list[Awaited]] = [[] for _ in range(self.engines)]
-        self.asked: list[dict[int, Awaited]] = [{} for _ in range(self.engines)]
+        self.waiting: list[list[PendingRequest]] = [[] for _ in range(self.engines)]
+        self.requests: list[dict[int, PendingRequest]] = [{} for _ in range(self.engines)]
         self._unwanted: list[list[int]] = [[] for _ in range(self.engines)]
         self._changed = changed
-        self._state: SeatState = "starting"
+        self._state: ReplicaState = "starting"
         self._error: Exception | None = None
-        self._finishes = False  # what is under way, before it receives
-        self._deaths = 0  # since it last answered something
-        self._decoded = 0.0, 0.0  # from when to when, in seconds since the epoch, as far as that is not yet shown
+        self._finishes = False  # Requests in flight are finished before a receive.
+        self._deaths = 0  # deaths since the last answer
+        self._decoded = 0.0, 0.0  # begin and end in seconds since the epoch, not yet in the timeline
         self._start()
         self.serve()
 
     @property
-    def state(self) -> SeatState:
-        """What its engines do; see the picture above."""
+    def state(self) -> ReplicaState:
+        """The state of its engines; see the picture above."""
         return self._state
 
     @property
     def error(self) -> Exception | None:
-        """Of what they died, while they are starting; why they are lost."""
+        """The cause of the engines' death while they are starting, or of their loss."""
         return self._error
 
     def serve(self) -> None:
-        """They have weights, and answer from now on."""
+        """Note that the engines have weights and answer from now on."""
         self._become("serving", "starting", "receiving")
 
     def receive(self, *, finish: bool = False) -> None:
-        """They are given weights, when nobody asks them any more; with ``finish``, after what is under way."""
+        """Note that the engines get weights after the current call; with ``finish``, after the requests in flight."""
         self._become("receiving", "serving", "empty")
         self._finishes = finish
 
     def lack(self) -> None:
-        """They have no weights, or only some, and wait for others."""
+        """Note that the engines have no weights, or only some, and wait for others."""
         self._become("empty", "starting", "receiving")
 
     def die(self, error: Exception) -> None:
-        """Their processes are gone, and have to be started again; see `restart`."""
+        """Note that the engines' processes are gone and have to be started again; see `restart`."""
         self._become("starting", "serving", "receiving", "empty", error=error)
 
     def lose(self, error: Exception) -> None:
-        """They are not started again."""
+        """Note that the engines are not started again."""
         self._become("lost", "starting", error=error)
 
-    def _become(self, state: SeatState, *since: SeatState, error: Exception | None = None) -> None:
+    def _become(self, state: ReplicaState, *since: ReplicaState, error: Exception | None = None) -> None:
         with self._changed:
             if self._state not in since:
-                raise RuntimeError(f"Seat: '{self._state}' cannot become '{state}'; only {', '.join(since)} can")
+                allowed = ", ".join(since)
+                raise RuntimeError(f"EngineReplica: '{self._state}' cannot become '{state}'; only {allowed} can")
             self._state, self._error = state, error
             self._changed.notify_all()
 
     @property
     def load(self) -> list[float]:
-        """For each engine, how many requests it has; infinitely many, while it cannot work on them."""
+        """The number of requests of each engine; infinite while it cannot work on them."""
         away = 0 if self.state in ("serving", "receiving") else math.inf
-        return [away + len(waiting) + len(asked) for waiting, asked in zip(self.waiting, self.asked, strict=True)]
+        return [
+            away + len(waiting) + len(requests) for waiting, requests in zip(self.waiting, self.requests, strict=True)
+        ]
 
     @property
     def under_way(self) -> bool:
-        """Whether they have been asked something that they have not answered."""
-        return any(self.asked)
+        """True while the engines have unanswered requests."""
+        return any(self.requests)
 
     @property
-    def finishing(self) -> bool:
-        """Whether they have still to answer something before they receive."""
+    def is_finishing(self) -> bool:
+        """True while the engines still have requests to answer before they receive."""
         return self.state == "receiving" and self._finishes and self.under_way
 
     @property
-    def wanted(self) -> bool:
-        """Whether there is something to do."""
+    def has_work(self) -> bool:
+        """True while there is work to do."""
         return self.state == "starting" or self.under_way or any(self.waiting)
 
     @property
-    def free(self) -> bool:
-        """Whether who looks after them may go on, and ask them, start them, or leave; otherwise they need weights."""
+    def is_ready(self) -> bool:
+        """True if the replica's thread may go on: ask engines, start them, or end. Otherwise they need weights."""
         match self.state:
             case "receiving":
-                return self.finishing
+                return self.is_finishing
             case "empty":
-                return not self.wanted
+                return not self.has_work
             case _:
                 return True
 
     def _start(self) -> None:
-        self._there = Each(call(self.mesh, self._name, self._make))
+        self._handles = Each(call(self.mesh, self._name, self._make))
 
     def restart(self, times: int, ready: Callable[[], None]) -> None:
         """Take new processes on the same slots, whose engines have the weights that the model began with.
 
         Args:
             times: how often in a row they may die, the last time included.
-            ready: what else has to be done before they serve; they may die of that.
+            ready: the last preparation before serving, in which engines may die, too.
 
         Raises:
-            Exception: they died as often as that, or would do so again. Where something else keeps them from starting,
-                such as that their host is gone, its cause is the death; of a loss, since `nrl.retrying` looks for one.
+            Exception: the engines died ``times`` times, or would die again. If another error keeps them from starting,
+                such as a lost host, its cause is the death: `nrl.retrying` looks for a loss among the causes.
         """
         error = cause = self.error
         while True:
@@ -230,20 +235,20 @@ class Seat:
                 self.mesh = attrs.evolve(self.mesh)
                 self._unwanted = [[] for _ in range(self.engines)]
                 self._start()
-                self.about()  # they are there
+                self.about()  # Wait until the engines exist.
                 return ready()
             except Exception as again:
                 self.mesh.cluster.check_open("generate")
-                if (error := self.death(again)) is None:
+                if (error := self.describe_death(again)) is None:
                     raise
 
-    def death(self, error: Exception) -> Exception | None:
-        """How to say of what they died, if they have to be started again after this; None: they go on.
+    def describe_death(self, error: Exception) -> Exception | None:
+        """Return the error of the engines' death, if they have to be started again after this one; None: they go on.
 
-        What nrl did not raise on purpose, such as an error of CUDA, leaves an engine in a state that nobody knows. Its
-        processes are ended then, if they are others than this one.
+        An unexpected error, such as one of CUDA, leaves an engine in an unknown state. Then its processes are ended,
+        unless it runs in this process.
         """
-        if self.mesh.processes.ended:
+        if self.mesh.processes.has_ended:
             return error
         if not self.mesh.cluster.remote or isinstance(error, NrlError):
             return None
@@ -252,74 +257,74 @@ class Seat:
         return lost
 
     def about(self) -> tuple[int, int, torch.dtype | None]:
-        """The context length, the vocabulary, and the dtype that matrices may come in."""
-        found: tuple[int, int, torch.dtype | None] = from_first(self.mesh, self._name, _about, self._there)
-        return found
+        """Return the context length, the vocabulary, and the dtype in which matrices may come."""
+        properties: tuple[int, int, torch.dtype | None] = from_first(self.mesh, self._name, _about, self._handles)
+        return properties
 
-    def take(self) -> list[Work]:
-        """What to tell each engine: what waits, if it serves; and what nobody wants any more."""
+    def take_steps(self) -> list[EngineStep]:
+        """Return the next step of each engine: waiting requests, if it serves, and requests to forget."""
         work, new = [], self.state == "serving"
-        for waiting, asked, unwanted in zip(self.waiting, self.asked, self._unwanted, strict=True):
-            gone = [number for number, each in asked.items() if not each.is_wanted]
+        for waiting, in_flight, unwanted in zip(self.waiting, self.requests, self._unwanted, strict=True):
+            gone = [number for number, request in in_flight.items() if not request.is_wanted]
             for number in gone:
-                asked.pop(number).give(_NOTHING)
-            taken = [each for each in waiting if each.is_wanted] if new else []
-            for each in waiting if new else []:
-                if not each.is_wanted:
-                    each.give(_NOTHING)
-            for each in taken:
-                each.times += 1
-                asked[each.request.number] = each
-            work.append(([each.request for each in taken], [*unwanted, *gone]))
+                in_flight.pop(number).complete(_NOTHING)
+            taken = [request for request in waiting if request.is_wanted] if new else []
+            for request in waiting if new else []:
+                if not request.is_wanted:
+                    request.complete(_NOTHING)
+            for request in taken:
+                request.times += 1
+                in_flight[request.request.number] = request
+            work.append(([request.request for request in taken], [*unwanted, *gone]))
             unwanted.clear()
             if new:
                 waiting.clear()
         return work
 
-    def take_back(self) -> tuple[list[Awaited], list[Awaited]]:
-        """What engines were asked, which they will be told to forget, and what waits to be asked."""
-        asked = [each for held in self.asked for each in held.values()]
-        waiting = [each for queue in self.waiting for each in queue]
-        for queue, held, unwanted in zip(self.waiting, self.asked, self._unwanted, strict=True):
-            unwanted.extend(held)
-            held.clear()
+    def take_back(self) -> tuple[list[PendingRequest], list[PendingRequest]]:
+        """Take all requests back: those of engines, which will be told to forget them, and those that wait."""
+        in_flight = [request for requests in self.requests for request in requests.values()]
+        waiting = [request for queue in self.waiting for request in queue]
+        for queue, requests, unwanted in zip(self.waiting, self.requests, self._unwanted, strict=True):
+            unwanted.extend(requests)
+            requests.clear()
             queue.clear()
-        return asked, waiting
+        return in_flight, waiting
 
-    def answered(self, engine: int, number: int, answer: Completion | Exception) -> Awaited | None:
-        """Who waits for this, no more from now on; None: nobody wants it any more."""
-        awaited = self.asked[engine].pop(number, None)
+    def pop_request(self, engine: int, number: int, answer: Completion | Exception) -> PendingRequest | None:
+        """Remove and return the request of an answer; None: nobody waits for it any more."""
+        awaited = self.requests[engine].pop(number, None)
         if awaited is not None and not isinstance(answer, Exception):
             self._deaths = 0
         return awaited
 
-    def advance(self, work: Sequence[Work], version: int) -> list[list[tuple[int, Completion | Exception]]]:
-        """Let every engine decode for a while, with weights of this version; what each has finished."""
+    def advance(self, work: Sequence[EngineStep], version: int) -> list[list[tuple[int, Completion | Exception]]]:
+        """Let every engine decode for a while, with weights of this version; return the finished answers of each."""
         began = time.time()
-        with timeline.unshown():
+        with timeline.hide_calls():
             reply = self._call("generate", "advance", *zip(*work, strict=True))
-        found: list[Sequence[tuple[int, Decoded | Exception]]] = reply.then(list).result()
+        finished: list[Sequence[tuple[int, Decoded | Exception]]] = reply.then(list).result()
         if began - self._decoded[1] > _PAUSE or began - self._decoded[0] > _LONGEST:
             self.show()
             self._decoded = began, began
         self._decoded = self._decoded[0], time.time()
-        return [[(number, _stamped(answer, version)) for number, answer in each] for each in found]
+        return [[(number, _stamp_version(answer, version)) for number, answer in answers] for answers in finished]
 
     def complete(self, request: Request, version: int) -> list[Completion]:
         """Let every engine complete a prompt, while it has nothing else to do."""
-        found: dict[int, Completion] = {}
+        completions: dict[int, Completion] = {}
         requests = [request]
-        while len(found) < self.engines:
+        while len(completions) < self.engines:
             for engine, answers in enumerate(self.advance([(requests, [])] * self.engines, version)):
                 for _, answer in answers:
                     if isinstance(answer, Exception):
                         raise answer
-                    found[engine] = answer
+                    completions[engine] = answer
             requests = []
-        return [found[engine] for engine in range(self.engines)]
+        return [completions[engine] for engine in range(self.engines)]
 
     def show(self) -> None:
-        """Note in the timeline how long it has decoded since the last pause: there are many calls, and all alike."""
+        """Note in the timeline the time of decoding since the last pause, as one bar for many calls."""
         began, ended = self._decoded
         for rank in range(self.mesh.processes.count if ended > began else 0):
             timeline.record(self.mesh.name, rank, "generate", began, ended)
@@ -331,12 +336,12 @@ class Seat:
         # Where the trainer is on the same device, it stays there: what it sends may lie on it
         return self._call("receive", step, *columns, turn=False).then(only)
 
-    def _call(self, who: str, name: str, *columns: Sequence[Any], turn: bool = True) -> Results:
-        """A method of the engine in each process, with the arguments of its engine."""
+    def _call(self, caller: str, name: str, *columns: Sequence[Any], turn: bool = True) -> Results:
+        """Call a method of the engine in each process, with the arguments of its engine."""
         count = self.mesh.processes.count
         engines = [0 if count == 1 else self.mesh.shard_of(rank) for rank in range(count)]
         args = (Each([column[engine] for engine in engines]) for column in columns)
-        reply: Results = call(self.mesh, who, partial(method, name), self._there, *args, outs=Out.each, turn=turn)
+        reply: Results = call(self.mesh, caller, partial(method, name), self._handles, *args, outs=Out.per_shard, turn=turn)
         return reply
 
 
@@ -344,7 +349,7 @@ def _about(engine: SampleEngine) -> tuple[int, int, torch.dtype | None]:
     return engine.context_length, engine.vocabulary, getattr(engine, "matrices", None)
 
 
-def _stamped(answer: Decoded | Exception, version: int) -> Completion | Exception:
+def _stamp_version(answer: Decoded | Exception, version: int) -> Completion | Exception:
     if isinstance(answer, Exception):
         return answer
     oldest = version if answer.versions is None else int(answer.versions.min())

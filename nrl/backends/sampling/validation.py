@@ -63,9 +63,9 @@ def check_prompts(
                         f"{', '.join(sorted(media)) or 'tokens alone'}; see its capabilities.media"
                     )
         if len(tokens) and (min(tokens) < 0 or max(tokens) >= vocabulary):
-            found = next(token for token in tokens if not 0 <= token < vocabulary)
+            unknown = next(token for token in tokens if not 0 <= token < vocabulary)
             raise GenerationError(
-                f"decode: the prompt of row {row} has the token id {found}, outside of the model's vocabulary of "
+                f"decode: the prompt of row {row} has the token id {unknown}, outside of the model's vocabulary of "
                 f"{vocabulary}; encode it with the model's own tokenizer"
             )
     for token in stop_token_ids:
@@ -91,9 +91,11 @@ def check_completion(completion: Any) -> None:
         if column is None and name == "versions":
             continue
         if not isinstance(column, torch.Tensor) or column.ndim != 1 or len(column) != len(ids):
-            found = f"shape {list(column.shape)}" if isinstance(column, torch.Tensor) else f"a {type(column).__name__}"
+            description = (
+                f"shape {list(column.shape)}" if isinstance(column, torch.Tensor) else f"a {type(column).__name__}"
+            )
             raise LostRequest(
-                f"generate: the sampler's answer has {found} as its {name}; give a tensor with an entry for each "
+                f"generate: the sampler's answer has {description} as its {name}; give a tensor with an entry for each "
                 "sampled token"
             )
         if column.is_floating_point() != (name == "logprobs") or column.dtype in (torch.bool, torch.complex64):
@@ -114,7 +116,7 @@ def check_completion(completion: Any) -> None:
 
 
 def truncates(sampling: Sampling, vocabulary: int) -> bool:
-    """Whether top-k or top-p leave out tokens of a vocabulary of this size.
+    """Return whether top-k or top-p leave out tokens of a vocabulary of this size.
 
     >>> truncates(Sampling(top_k=9), 8), truncates(Sampling(top_k=7), 8)
     (False, True)
@@ -122,12 +124,12 @@ def truncates(sampling: Sampling, vocabulary: int) -> bool:
     return 0 < sampling.top_k < vocabulary or sampling.top_p < 1
 
 
-def warn_of_truncation(who: str, sampling: Sampling, vocabulary: int, stacklevel: int = 3) -> bool:
-    """Warn if top-k or top-p make log-probabilities incomparable with a trainer's; whether it warned."""
+def warn_of_truncation(caller: str, sampling: Sampling, vocabulary: int, stacklevel: int = 3) -> bool:
+    """Warn if top-k or top-p make log-probabilities incomparable with a trainer's; return whether it warned."""
     if not truncates(sampling, vocabulary) or sampling.temperature == 0:
         return False
     warnings.warn(
-        f"{who}: with top_k={sampling.top_k}, top_p={sampling.top_p} the rollout_logprobs are those of the "
+        f"{caller}: with top_k={sampling.top_k}, top_p={sampling.top_p} the rollout_logprobs are those of the "
         "truncated distribution q, renormalised over the kept tokens. A trainer's p is over all tokens, so E[p/q] "
         "is the kept mass and not 1, and ratios to rollout_logprobs are biased. To train on these rollouts sample "
         "with top_k=0 and top_p=1, or take old_logprobs from trainer.logprobs",

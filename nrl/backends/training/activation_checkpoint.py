@@ -1,4 +1,4 @@
-"""Which activations of a layer are kept for the backward pass, where the others are computed again."""
+"""Activation checkpointing: the choice of activations to keep for the backward pass."""
 
 from typing import Any, Literal
 
@@ -7,14 +7,14 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 __all__ = ["Checkpointing", "options_of"]
 
 type Checkpointing = bool | Literal["selective"]
-"""Activation checkpointing by layer: none, all of a layer, or what `options_of` says."""
+"""Activation checkpointing by layer: none, all of a layer, or the selection of `options_of`."""
 
 _ATTENTION = ("_varlen_attn", "_scaled_dot_product")
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"}
 
 
 def options_of(checkpointing: Checkpointing) -> dict[str, Any]:
-    """The arguments of ``torch.utils.checkpoint.checkpoint``.
+    """Return the arguments of ``torch.utils.checkpoint.checkpoint``.
 
     ``"selective"`` keeps, beside a layer's input, what attention gives, and the matrix products that make nothing
     wider: of a Transformer the projections of attention and the one out of the MLP. Those into the MLP, which hold the
@@ -32,12 +32,12 @@ def _contexts() -> Any:
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = op.name().partition("::")[2].partition(".")[0]
-    kept = name.startswith(_ATTENTION) or (name in _PRODUCTS and not _widens(name, args))
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    is_kept = name.startswith(_ATTENTION) or (name in _PRODUCTS and not _widens(name, args))
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _widens(name: str, args: Any) -> bool:
-    """Whether a product has more numbers a row than its input."""
-    left, right = args[1:3] if name in ("addmm", "baddbmm") else args[:2]
-    found: bool = right.shape[-1] > left.shape[-1]
-    return found
+    """Return whether a product has more numbers a row than its input."""
+    first, second = args[1:3] if name in ("addmm", "baddbmm") else args[:2]
+    widens: bool = second.shape[-1] > first.shape[-1]
+    return widens

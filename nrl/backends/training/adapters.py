@@ -1,20 +1,20 @@
-"""The adapter alone of what an engine trains, which is saved, exported and published without the weights it is on."""
+"""The adapter alone of an engine's params, which is saved, exported and published without its base."""
 
 from typing import NamedTuple
 
-__all__ = ["Adapter", "params_of"]
+__all__ = ["AdapterParams", "params_of"]
 
 
-class Adapter[P](NamedTuple):
+class AdapterParams[P](NamedTuple):
     """The adapter alone of an engine's params, shared with them."""
 
     params: P
 
 
-def params_of[P](params: P | Adapter[P]) -> P:
-    """The params themselves, or those that an adapter is of.
+def params_of[P](params: P | AdapterParams[P]) -> P:
+    """Return the params themselves, or the params of an adapter.
 
-    >>> params_of(Adapter("params")), params_of("params")
+    >>> params_of(AdapterParams("params")), params_of("params")
     ('params', 'params')
     """
-    return params.params if isinstance(params, Adapter) else params
+    return params.params if isinstance(params, AdapterParams) else params

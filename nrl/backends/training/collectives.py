@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nrl.errors import ClusterError
 
-__all__ = ["HeldError", "Peers", "pickled"]
+__all__ = ["DeferredError", "ProcessGroup", "pickle_error"]
 
 
 @attrs.frozen
-class Peers:
+class ProcessGroup:
     """The processes that hold a model together.
 
     Args:
@@ -29,8 +29,8 @@ class Peers:
     mesh: DeviceMesh | None
 
     @property
-    def alone(self) -> bool:
-        """Whether this process is the only one."""
+    def is_single(self) -> bool:
+        """True if this process is the only one."""
         return self.mesh is None
 
     @property
@@ -49,76 +49,76 @@ class Peers:
         return None if self.mesh is None else self.mesh.get_group()
 
     def gather[T](self, value: T) -> list[T]:
-        """The values of all processes, by rank; a collective."""
+        """Gather the values of all processes, by rank; a collective."""
         if self.mesh is None:
             return [value]
-        found: list[T] = [value] * self.mesh.size()
-        dist.all_gather_object(found, value, group=self.mesh.get_group())
-        return found
+        values: list[T] = [value] * self.mesh.size()
+        dist.all_gather_object(values, value, group=self.mesh.get_group())
+        return values
 
-    def send[T](self, value: T | None) -> T:
-        """The value of the first process, in every process; a collective."""
+    def broadcast[T](self, value: T | None) -> T:
+        """Return the value of the first process, in every process; a collective."""
         box: list[Any] = [value]
         if self.mesh is not None:
             dist.broadcast_object_list(box, group=self.mesh.get_group(), group_src=0)
-        found: T = box[0]
-        return found
+        result: T = box[0]
+        return result
 
 
-def pickled(error: Exception, who: str, rank: int) -> bytes:
-    """An error for other processes, pickled; a `ClusterError` with its text where pickle cannot copy it.
+def pickle_error(error: Exception, caller: str, rank: int) -> bytes:
+    """Pickle an error for other processes; a `ClusterError` with its text where pickle cannot copy it.
 
     Args:
         error: of this process.
-        who: how errors name the caller.
+        caller: the name of the caller in errors.
         rank: of this process, which a note names.
     """
     text = f"{type(error).__name__}: {error}"
-    note = f"{who}: rank {rank} of dp raised it: {text}"
+    note = f"{caller}: rank {rank} of dp raised it: {text}"
     with contextlib.suppress(Exception):  # a class may do anything when it is pickled
         copy = pickle.loads(pickle.dumps(error))
         copy.add_note(note)
         return pickle.dumps(copy)
-    stand_in = ClusterError(f"{who}: rank {rank} raised {text}")
+    stand_in = ClusterError(f"{caller}: rank {rank} raised {text}")
     stand_in.add_note(note)
     return pickle.dumps(stand_in)
 
 
-class HeldError:
-    """The first error of this process, until all processes raise.
+class DeferredError:
+    """The first error of this process, held back until all processes raise.
 
-    >>> held = HeldError(Peers(None))
-    >>> with held.back():  # alone, an error is raised where it happens
+    >>> deferred = DeferredError(ProcessGroup(None))
+    >>> with deferred.capture():  # alone, an error is raised where it happens
     ...     raise ValueError("no such row")
     Traceback (most recent call last):
     ValueError: no such row
     """
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: ProcessGroup) -> None:
         self.peers = peers
         self.error: Exception | None = None
 
     @contextlib.contextmanager
-    def back(self) -> Iterator[None]:
-        """Hold back an error of the block."""
+    def capture(self) -> Iterator[None]:
+        """Hold back an error of the block, or raise it in a single process."""
         try:
             yield
         except Exception as error:
-            if self.peers.alone:
+            if self.peers.is_single:
                 raise
             self.error = self.error or error
 
-    def meet[T](self, who: str, value: T = None) -> list[T]:  # type: ignore[assignment]
-        """The values of all processes, by rank; a collective.
+    def gather_or_raise[T](self, caller: str, value: T = None) -> list[T]:  # type: ignore[assignment]
+        """Gather the values of all processes, by rank, or raise a held error in all of them; a collective.
 
         Raises:
             Exception: the error of this process, or of the first that has one.
         """
-        mine = None if self.error is None else pickled(self.error, who, self.peers.rank)
-        found = self.peers.gather((value, mine))
+        mine = None if self.error is None else pickle_error(self.error, caller, self.peers.rank)
+        gathered = self.peers.gather((value, mine))
         if self.error is not None:
             raise self.error
-        for _, error in found:
+        for _, error in gathered:
             if error is not None:
                 raise pickle.loads(error)
-        return [value for value, _ in found]
+        return [value for value, _ in gathered]

@@ -8,11 +8,11 @@ import torch
 
 from nrl.errors import ConfigError, NotDeterministic
 
-__all__ = ["make_deterministic", "refusing"]
+__all__ = ["explain_refusals", "make_deterministic"]
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _WORKSPACES = (":4096:8", ":16:8")
-"""With which cuBLAS promises the same bits (its documentation, section Results Reproducibility)."""
+"""Workspaces for which cuBLAS promises the same bits (its documentation, section Results Reproducibility)."""
 
 
 def make_deterministic() -> None:
@@ -21,10 +21,10 @@ def make_deterministic() -> None:
     Raises:
         ConfigError: the environment sets CUBLAS_WORKSPACE_CONFIG to what is not deterministic.
     """
-    if (found := os.environ.setdefault(_CUBLAS, _WORKSPACES[0])) not in _WORKSPACES:
+    if (workspace := os.environ.setdefault(_CUBLAS, _WORKSPACES[0])) not in _WORKSPACES:
         raise ConfigError(
-            f"deterministic=true: the environment has {_CUBLAS}={found}, with which cuBLAS is not deterministic; unset "
-            f"it, or set it to {' or '.join(_WORKSPACES)}"
+            f"deterministic=true: the environment has {_CUBLAS}={workspace}, with which cuBLAS is not deterministic; "
+            f"unset it, or set it to {' or '.join(_WORKSPACES)}"
         )
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing of nrl's reads memory before it writes it
@@ -32,11 +32,11 @@ def make_deterministic() -> None:
 
 
 @contextlib.contextmanager
-def refusing(who: str) -> Iterator[None]:
-    """Say what to do where torch refuses an operation for `make_deterministic`.
+def explain_refusals(caller: str) -> Iterator[None]:
+    """Explain the remedy where torch refuses an operation for `make_deterministic`.
 
     Args:
-        who: how the error begins.
+        caller: how the error begins.
 
     Raises:
         NotDeterministic: an operation has no deterministic kernel.
@@ -48,7 +48,7 @@ def refusing(who: str) -> Iterator[None]:
             raise
         name = str(error).split(" does not have", 1)[0]
         raise NotDeterministic(
-            f"{who}: under deterministic=true torch refuses {name}, which has no deterministic kernel on this device; "
-            "compute it in another way (if it is of a loss, with gather, index_select or sort), or take "
+            f"{caller}: under deterministic=true torch refuses {name}, which has no deterministic kernel on this "
+            "device; compute it in another way (if it is of a loss, with gather, index_select or sort), or take "
             "deterministic=false"
         ) from error

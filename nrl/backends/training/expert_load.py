@@ -1,4 +1,4 @@
-"""How evenly a router spreads tokens over experts, as a metric."""
+"""Expert load balance: a metric of how evenly routers spread tokens over experts."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ __all__ = ["balance"]
 
 
 def balance(loads: Tensor) -> Metrics:
-    """The maximal violation of balance, on average over layers.
+    """Compute the maximal violation of balance, averaged over layers.
 
     ``experts/max_violation`` is ``max_i load_i / mean_i load_i - 1``: 0 where all experts get as many tokens, and the
     number of experts less one where one gets all.

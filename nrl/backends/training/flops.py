@@ -21,7 +21,7 @@ _SCORES = {None, "full_attention", "sliding_attention", "chunked_attention"}
 
 
 class Cost(NamedTuple):
-    """What a model computes in a forward and a backward pass.
+    """The floating-point operations of a model in a forward and a backward pass.
 
     Args:
         token: FLOPs of a token in the layers, attention's scores left out: 6 a weight of a matrix, 2 of them in the
@@ -40,7 +40,7 @@ _FOUND: WeakKeyDictionary[nn.Module, Cost | None] = WeakKeyDictionary()
 
 
 def cost(module: Any) -> Cost | None:
-    """What a transformers model computes; None: its config does not name its heads.
+    """Return the cost of a transformers model; None: its config does not name its heads.
 
     Args:
         module: with an adapter or without; it may be sharded.
@@ -75,30 +75,30 @@ def _cost(module: Any) -> Cost | None:
     return Cost(token, output, scores)
 
 
-def step_flops(found: Cost, work: Plan) -> float:
-    """The FLOPs of a forward and a backward pass over a micro-batch.
+def step_flops(cost: Cost, work: Plan) -> float:
+    """Count the FLOPs of a forward and a backward pass over a micro-batch.
 
     A token at position t attends to ``t + 1`` tokens, or as many as the window has, itself counted. Tokens that rows
     have in common count once, as they are computed.
 
     >>> from nrl.batch import Batch
     >>> from nrl.batch.packed_rows import Sequences
-    >>> from nrl.backends.training.layout.microbatch_plan import plan, predicted
+    >>> from nrl.backends.training.layout.microbatch_plan import plan, predicted_mask
     >>> batch = Batch({"input_ids": torch.tensor([[5, 6, 7]])}, batch_size=[1])  # two tokens predict: 1 + 2 pairs
-    >>> step_flops(Cost(100.0, 10.0, ((1.0, None), (1.0, 1))), plan(batch, predicted(batch), Sequences, words=8))
+    >>> step_flops(Cost(100.0, 10.0, ((1.0, None), (1.0, 1))), plan(batch, predicted_mask(batch), Sequences, words=8))
     225.0
     """
     if not work.computed:
         return 0.0
     keys = _keys(work)
     scores = sum(
-        flops * int(keys.sum() if window is None else keys.clamp(max=window).sum()) for flops, window in found.scores
+        flops * int(keys.sum() if window is None else keys.clamp(max=window).sum()) for flops, window in cost.scores
     )
-    return found.token * work.computed + found.output * len(work.source) + scores
+    return cost.token * work.computed + cost.output * len(work.source) + scores
 
 
 def _keys(work: Plan) -> torch.Tensor:
-    """``[n]`` int64: of each computed token, how many it attends to."""
+    """Return the number of tokens that each computed token attends to, ``[n]`` int64."""
     if work.rows is None:
         mask = work.inputs["attention_mask"]
         return (mask.cumsum(-1) * mask).flatten()

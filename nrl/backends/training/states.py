@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nrl.arguments import register_kind
-from nrl.backends.models.shards import Joining
+from nrl.backends.models.shards import ShardAssembler
 from nrl.backends.training import worker
 from nrl.backends.types import Bucket
 from nrl.batch import Batch
@@ -22,7 +22,7 @@ __all__ = ["OwningTrainer", "Params", "TrainState"]
 
 
 class OwningTrainer(Protocol):
-    """What others ask of the trainer that made a train state or params; see `nrl.backends.training.trainer.Trainer`."""
+    """The trainer that made a train state or params, as others use it; see `nrl.backends.training.trainer.Trainer`."""
 
     @property
     def buckets(self) -> Callable[..., Iterator[Future[Bucket]]]:
@@ -67,7 +67,7 @@ class Params:
         *,
         published: bool,
         adapter_of: Any,
-        find: worker.Find = worker.as_it_is,
+        find: worker.Find = worker.find_frozen,
     ) -> None:
         self.handle, self.trainer, self.version, self.published = handle, trainer, version, published
         self.adapter_of = adapter_of
@@ -77,8 +77,8 @@ class Params:
 
     @property
     def whole(self) -> bool:
-        """Whether they are more than an adapter."""
-        return self.find in (worker.as_it_is, worker.of_state)
+        """True if they are more than an adapter."""
+        return self.find in (worker.find_frozen, worker.find_in_state)
 
     def check_whole(self, who: str) -> None:
         """Check that they are more than an adapter.
@@ -107,7 +107,7 @@ class Params:
             self.version,
             published=self.published,
             adapter_of=self.adapter_of,
-            find=partial(worker.adapter_of, self.find),
+            find=partial(worker.find_adapter, self.find),
         )
 
     def buckets(
@@ -124,7 +124,7 @@ class Params:
 
     def tensors(self, who: str = "tensors") -> Iterator[tuple[str, Tensor]]:
         """The weights by their Hugging Face names, one at a time, whole, in this process."""
-        joining = Joining()
+        joining = ShardAssembler()
         for bucket in self.buckets(who):
             yield from joining.add(bucket.result())
         joining.end(who)
@@ -147,7 +147,7 @@ class TrainState:
     @property
     def params(self) -> Params:
         """Its weights, borrowed."""
-        if self.handle.consumed:
+        if self.handle.is_consumed:
             self.handle.borrow(self.handle.owner, "state.params")
         return self._params
 

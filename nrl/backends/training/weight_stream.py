@@ -7,122 +7,124 @@ from typing import Any
 
 from torch import Tensor
 
-from nrl.backends.models.shards import Joining, whole
-from nrl.backends.training.collectives import HeldError, Peers
+from nrl.backends.models.shards import ShardAssembler, full_shard
+from nrl.backends.training.collectives import DeferredError, ProcessGroup
 from nrl.backends.types import Bucket, Piece
 from nrl.runtime.mesh.current_process import process
-from nrl.runtime.transfer import Tensors, gathered, opened, sent
+from nrl.runtime.transfer import Tensors, all_gather_tensors, receive_tensors, send_tensors
 
-__all__ = ["Reading", "next_bucket", "received", "whole_weights", "written_whole"]
+__all__ = ["WeightStream", "iter_full_weights", "next_bucket", "receive_bucket", "write_full_weights"]
 
 _BUCKET = 256 * 2**20
 """Bytes of weights that travel at once, unless one alone is larger."""
 
 
-class Reading:
-    """Reads pieces, as many as make a bucket each time. All processes that share a model read on together.
+class WeightStream:
+    """A stream of pieces, read a bucket at a time. All processes that share a model read on together.
 
     A bucket ends where the weights that it has pieces of would fill it if they were whole, so that processes which hold
     pieces of the same weights come to their other pieces at the same time.
 
-    >>> from nrl.backends.models.shards import whole
+    >>> from nrl.backends.models.shards import full_shard
     >>> import torch
-    >>> reading = Reading([whole("score.weight", torch.ones(2))])
-    >>> len(reading.next()), reading.more
+    >>> reading = WeightStream([full_shard("score.weight", torch.ones(2))])
+    >>> len(reading.next()), reading.has_more
     (1, False)
     """
 
     def __init__(self, pieces: Iterable[Piece]) -> None:
-        self._pieces, self._joining = iter(pieces), Joining()
-        self.more = True
-        """Whether there may be others."""
+        self._pieces, self._joining = iter(pieces), ShardAssembler()
+        self.has_more = True
+        """True while there may be more pieces."""
 
     def next(self, share: float = 1) -> list[Piece]:
-        """Some more pieces of this process, a share of a bucket; at the end none."""
-        found, size = list[Piece](), 0
+        """Return more pieces of this process, a share of a bucket; at the end none."""
+        pieces, size = list[Piece](), 0
         for piece in self._pieces:
-            found.append(piece)
+            pieces.append(piece)
             size += prod(piece.shape) * piece.tensor.element_size()
-            if size >= share * _BUCKET / _stages():
-                return found
-        self.more = False
-        return found
+            if size >= share * _BUCKET / _count_stages():
+                return pieces
+        self.has_more = False
+        return pieces
 
-    def next_whole(self, group: Any = None) -> list[Piece]:
-        """Some more whole weights, put together of the pieces of all processes; a collective."""
+    def next_full(self, group: Any = None) -> list[Piece]:
+        """Return more full weights, put together from the pieces of all processes; a collective."""
         mine = self.next(1 / 2)  # they are there twice, in pieces and whole
-        each = gathered(_tensors(mine), (_places(mine), self.more), group)
-        self.more = any(more for _, (_, more) in each)
-        pieces = chain(*(_pieces(tensors, places) for tensors, (places, _) in each))
-        return [whole(name, tensor) for name, tensor in self._joining.add(pieces)]
+        gathered_parts = all_gather_tensors(_tensors(mine), (_places(mine), self.has_more), group)
+        self.has_more = any(has_more for _, (_, has_more) in gathered_parts)
+        pieces = chain(*(_pieces(tensors, places) for tensors, (places, _) in gathered_parts))
+        return [full_shard(name, tensor) for name, tensor in self._joining.add(pieces)]
 
-    def end(self, who: str) -> None:
-        """Check that no weight was left in parts; `next_whole` alone puts them together."""
-        self._joining.end(who)
+    def end(self, caller: str) -> None:
+        """Check that no weight was left in parts; `next_full` alone puts them together."""
+        self._joining.end(caller)
 
 
-def _stages() -> int:
-    """How many processes read other weights than this one at the same time: those of a pipeline share a bucket."""
+def _count_stages() -> int:
+    """Return the number of pipeline stages, which read different weights at the same time and share a bucket."""
     mesh = process().device_mesh
     return int(mesh["pp"].size()) if mesh is not None and "pp" in (mesh.mesh_dim_names or ()) else 1
 
 
-def whole_weights(pieces: Iterable[Piece], who: str, group: Any = None) -> Iterator[tuple[str, Tensor]]:
-    """The whole weights that all processes have pieces of, some at a time, in each of them; a collective.
+def iter_full_weights(pieces: Iterable[Piece], caller: str, group: Any = None) -> Iterator[tuple[str, Tensor]]:
+    """Yield the full weights that all processes have pieces of, in each process; a collective.
 
     Raises:
-        ModelError: of a weight only some pieces came; ``who`` is how it begins.
+        ModelError: a weight is incomplete; ``caller`` begins the message.
 
     >>> import torch
-    >>> [name for name, _ in whole_weights([whole("score.weight", torch.ones(2))], "export")]
+    >>> [name for name, _ in iter_full_weights([full_shard("score.weight", torch.ones(2))], "export")]
     ['score.weight']
     """
-    reading = Reading(pieces)
-    while reading.more:
-        for piece in reading.next_whole(group):
+    reading = WeightStream(pieces)
+    while reading.has_more:
+        for piece in reading.next_full(group):
             yield piece.name, piece.tensor
-    reading.end(who)
+    reading.end(caller)
 
 
-def written_whole(pieces: Iterable[Piece], peers: Peers, write: Callable[[Iterator[tuple[str, Tensor]]], None]) -> None:
-    """Let the first process write the whole weights that all processes have pieces of; a collective.
+def write_full_weights(
+    pieces: Iterable[Piece], peers: ProcessGroup, write: Callable[[Iterator[tuple[str, Tensor]]], None]
+) -> None:
+    """Let the first process write the full weights that all processes have pieces of; a collective.
 
     Raises:
-        Exception: what writing raised; or as `whole_weights`.
+        Exception: what writing raised; or as `iter_full_weights`.
     """
-    held = HeldError(peers)
-    weights = whole_weights(pieces, "export", peers.group)
-    with held.back():
+    deferred = DeferredError(peers)
+    weights = iter_full_weights(pieces, "export", peers.group)
+    with deferred.capture():
         if peers.rank == 0:
             write(weights)
     for _ in weights:  # all processes read together
         pass
-    held.meet("export")
+    deferred.gather_or_raise("export")
 
 
-def next_bucket(who: str, send: Callable[[Tensors], Any], same: bool, reading: Reading) -> tuple[Any, bool]:
-    """In a process: send some more pieces, and say whether there may be others; see `nrl.runtime.transfer.Route`."""
-    pieces = reading.next_whole() if same else reading.next()
-    if not reading.more:
-        reading.end(who)
-    return (_places(pieces), *sent(send, _tensors(pieces))), reading.more
+def next_bucket(caller: str, send: Callable[[Tensors], Any], same: bool, stream: WeightStream) -> tuple[Any, bool]:
+    """Send more pieces from a process, and return whether there may be others; see `nrl.runtime.transfer.Route`."""
+    pieces = stream.next_full() if same else stream.next()
+    if not stream.has_more:
+        stream.end(caller)
+    return (_places(pieces), *send_tensors(send, _tensors(pieces))), stream.has_more
 
 
 type _Places = dict[str, tuple[str, tuple[int, ...], tuple[slice, ...]]]
 
 
-def received(results: Sequence[tuple[_Places, Any, dict[str, int]]]) -> Bucket:
-    """The pieces that `next_bucket` sent, in a process that receives them. Raises as `nrl.runtime.transfer.opened`."""
-    tensors = opened([(travelled, sums) for _, travelled, sums in results])
-    places = {key: place for told, *_ in results for key, place in told.items()}
+def receive_bucket(results: Sequence[tuple[_Places, Any, dict[str, int]]]) -> Bucket:
+    """Receive the pieces that `next_bucket` sent. Raises as `nrl.runtime.transfer.receive_tensors`."""
+    tensors = receive_tensors([(travelled, sums) for _, travelled, sums in results])
+    places = {key: entry for entries, *_ in results for key, entry in entries.items()}
     return list(_pieces(tensors, places))
 
 
 def _key(piece: Piece) -> str:
-    """A name of its own for each piece; that of the weight, where it is whole."""
+    """Return a unique name of a piece: that of the weight, where it is whole."""
     if piece.tensor.shape == piece.shape:
         return piece.name
-    return f"{piece.name}[{', '.join(f'{each.start}:{each.stop}' for each in piece.index)}]"
+    return f"{piece.name}[{', '.join(f'{dim.start}:{dim.stop}' for dim in piece.index)}]"
 
 
 def _tensors(pieces: Iterable[Piece]) -> dict[str, Tensor]:

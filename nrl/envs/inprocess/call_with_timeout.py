@@ -27,7 +27,7 @@ from nrl.envs.inprocess.tracebacks import Failed, stack_text
 from nrl.envs.types import Env, Task, asynchronous, timeout_of
 from nrl.log import error_text
 from nrl.log.slow_wait import SILENCE
-from nrl.runtime.threads import Daemons
+from nrl.runtime.threads import DaemonThreadPool
 
 __all__ = ["Caller", "Calls", "calling"]
 
@@ -35,7 +35,7 @@ _TICK = 0.05  # seconds between two looks for slow calls
 _WORKERS = 32  # plain calls at once, where some end; also the loops that replace a blocked one
 _STANDSTILL = 512  # plain calls at once, where none ends; both without those that were given up
 
-_DROPPING = Daemons(name=f"{NAME}: closing")
+_DROPPING = DaemonThreadPool(name=f"{NAME}: closing")
 
 _CLOSING = 10.0  # seconds that a `close` may take, so that an interrupt does not wait for long
 

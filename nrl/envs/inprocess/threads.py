@@ -18,7 +18,7 @@ import attrs
 from nrl.envs.inprocess.tracebacks import Failed, traceback_text
 from nrl.errors import ExecutableError
 from nrl.log import error_text
-from nrl.runtime.threads import Daemons
+from nrl.runtime.threads import DaemonThreadPool
 
 __all__ = ["NAME", "LoopThread", "UserCall", "give_up", "stuck"]
 
@@ -133,7 +133,7 @@ class LoopThread:
         self.blocked_by: asyncio.Task[Any] | None = None
         self._answered = True  # has run the callback of the last look
         self._loop = asyncio.new_event_loop()
-        self._loop.set_default_executor(Daemons())
+        self._loop.set_default_executor(DaemonThreadPool())
         self._thread = threading.Thread(target=self._run, name=f"{NAME}: loop", daemon=True)
         self._thread.start()
 

@@ -18,7 +18,7 @@ from nrl.envs.pool.worker import Sessions
 from nrl.errors import DeadlineExceeded, EnvError, LostActor, NrlError, ShippingError
 from nrl.runtime.mesh.futures import Submitted
 from nrl.runtime.mesh.placement import Mesh
-from nrl.runtime.ray.codec.exceptions import Raised, carried
+from nrl.runtime.ray.codec.exceptions import RemoteException, wrap_exceptions
 
 __all__ = ["Rank"]
 
@@ -125,9 +125,9 @@ class _Line:
         while (asked := self._asked.get()) is not None:
             found, call = asked
             try:
-                with carried("on", BaseException):
+                with wrap_exceptions("on", BaseException):
                     found.set_result(self._sessions.call(*call))
-            except Raised as raised:
+            except RemoteException as raised:
                 found.set_exception(raised)
             del found, call, asked
         self._sessions.end()
@@ -142,7 +142,7 @@ def _make(token: str, what: str, args: tuple[Any, ...]) -> tuple[bool, Any] | No
         return None
     try:
         return True, _HELD[token].make(what, *args)
-    except Raised as raised:
+    except RemoteException as raised:
         return False, raised
 
 

@@ -14,7 +14,7 @@ from nrl.envs.pool.scheduler import Pool, Worker
 from nrl.envs.references import task_check
 from nrl.envs.types import Env, Environment, Step, Task, Trace, Turn, Verdict, Verifier, declared_rewards
 from nrl.errors import ArgumentError, EnvError
-from nrl.runtime.node.cgroups import cores
+from nrl.runtime.node.cgroups import usable_cores
 from nrl.runtime.venvs.registry import Executable
 from nrl.runtime.venvs.registry import executable as registered
 
@@ -98,7 +98,7 @@ def pooled(
     """
     _check("pooled", f, workers=workers, timeout=timeout, memory=memory)
     python = Python(registered(executable))
-    return _elsewhere(f, functools.partial(_processes, f, workers or cores(), python, timeout, memory, cluster))
+    return _elsewhere(f, functools.partial(_processes, f, workers or usable_cores(), python, timeout, memory, cluster))
 
 
 class _On(Protocol):

@@ -13,7 +13,7 @@ from nrl.envs.pool.worker import packed, unpacked
 from nrl.errors import EnvError
 from nrl.runtime.ray.codec.pickling import holds_tensors
 from nrl.runtime.venvs.environments import Recipe
-from nrl.runtime.venvs.recipes import recipe
+from nrl.runtime.venvs.recipes import make_recipe
 from nrl.runtime.venvs.registry import Executable
 from nrl.runtime.venvs.registry import executable as registered
 
@@ -68,7 +68,7 @@ class Python:
             ExecutableError: there is no recipe; the message says why.
         """
         if self._known is None:
-            self._known = recipe(self._of), registered(self._of).env
+            self._known = make_recipe(self._of), registered(self._of).env
         return self._known
 
     def __reduce__(self) -> Any:

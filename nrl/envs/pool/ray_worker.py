@@ -9,8 +9,8 @@ from nrl.envs.pool.scheduler import NoRoom
 from nrl.envs.pool.subprocess_worker import Child
 from nrl.errors import EnvError, PlacementError
 from nrl.log.slow_wait import wait_until
-from nrl.runtime.ray.connection import stock
-from nrl.runtime.ray.remote_object import Apart, Gone
+from nrl.runtime.ray.connection import available_resources
+from nrl.runtime.ray.remote_object import RemoteObject, RemoteObjectDied
 from nrl.runtime.venvs.environments import Recipe
 
 __all__ = ["OnRay"]
@@ -33,7 +33,7 @@ class OnRay:
 
     def __init__(self, who: str, cluster: str, others: Callable[[], bool]) -> None:
         self._who, self._cluster, self._others = who, cluster, others
-        self._there: Apart | None = None
+        self._there: RemoteObject | None = None
         self._placed, self._ended = False, False
 
     def start(self, recipe: Recipe, env: Mapping[str, str], path: Sequence[str]) -> None:
@@ -43,7 +43,7 @@ class OnRay:
             NoRoom: none is, within 30 s where others of the pool have started, else within 5 minutes.
         """
         try:
-            self._there = Apart(self._cluster, Child, also=[framed])
+            self._there = RemoteObject(self._cluster, Child, also=[framed])
             self._find_room(self._there)
             started = self._there.call("start", recipe, dict(env), list(path))
 
@@ -64,7 +64,7 @@ class OnRay:
             why = str(error)
         raise EnvError(f"{self._who}: could not start on the Ray cluster: {why}")
 
-    def _find_room(self, there: Apart) -> None:
+    def _find_room(self, there: RemoteObject) -> None:
         answered, began = there.call("there"), time.monotonic()
 
         def given_up() -> bool:
@@ -79,16 +79,17 @@ class OnRay:
             return self._placed
 
         def told(past: float) -> str:
-            return f"{self._who}: no CPU is free since {past:.0f} s; {stock()}"
+            return f"{self._who}: no CPU is free since {past:.0f} s; {available_resources()}"
 
-        wait_until(placed, _ROOM, told, every=_LOOKS)
+        wait_until(placed, _ROOM, told, poll_seconds=_LOOKS)
         if self._placed:
             return
         if self._others() and not self._ended:
-            print(f"{self._who}: goes on with fewer workers: no CPU is free for more; {stock()}", flush=True)  # noqa: T201
+            free = available_resources()
+            print(f"{self._who}: goes on with fewer workers: no CPU is free for more; {free}", flush=True)  # noqa: T201
         raise NoRoom(
-            f"no CPU of the Ray cluster was free for a process within {_ROOM:g} s; {stock()}. End what takes them, or "
-            "add nodes"
+            f"no CPU of the Ray cluster was free for a process within {_ROOM:g} s; {available_resources()}. End what "
+            "takes them, or add nodes"
         )
 
     def ask(self, request: bytes, timeout: float | None) -> list[bytes]:
@@ -96,7 +97,7 @@ class OnRay:
         assert self._there is not None
         try:
             found: list[bytes] = self._there.call("ask", request, None)(timeout)
-        except Gone as error:
+        except RemoteObjectDied as error:
             raise EOFError(str(error)) from None
         return found
 
@@ -104,7 +105,7 @@ class OnRay:
         """Begin to end the process and what descends from it; `leave` sees it end."""
         self._ended = True
         if self._there is not None:
-            with suppress(Gone):
+            with suppress(RemoteObjectDied):
                 self._there.call("kill")
 
     def fate(self, why: str) -> str:
@@ -112,7 +113,7 @@ class OnRay:
         assert self._there is not None
         try:
             return str(self._there.call("fate", why)(_LAST))
-        except (Gone, TimeoutError) as error:
+        except (RemoteObjectDied, TimeoutError) as error:
             return f"its process {why and f'({why}) '}is gone, with its actor: {str(error) or 'it does not answer'}"
 
     def leave(self) -> None:

@@ -1,7 +1,7 @@
 """A process that makes the calls of a pool, as who starts it sees it: bytes go in, bytes come out.
 
 On a node of a Ray cluster this class is an actor. A node's Python need not have nrl, so this module travels by value
-(`nrl.runtime.ray.nodes.by_value`), and imports nothing but the standard library, frames, and `nrl.runtime.node`.
+(`nrl.runtime.ray.nodes.send_by_value`), and imports nothing but the standard library, frames, and `nrl.runtime.node`.
 """
 
 import fcntl
@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from nrl.envs.pool.framing import unframed
-from nrl.runtime.venvs.building import provide
-from nrl.runtime.venvs.environments import Recipe, sources
+from nrl.runtime.venvs.building import ensure_env
+from nrl.runtime.venvs.environments import Recipe, list_sources
 
 __all__ = ["Child"]
 
@@ -58,8 +58,8 @@ class Child:
             env: environment variables of it.
             path: where it imports from, if the recipe has no sources.
         """
-        python = provide(recipe, say=self._say)
-        found = os.pathsep.join(sources(recipe, Path(python)) or path)
+        python = ensure_env(recipe, say=self._say)
+        found = os.pathsep.join(list_sources(recipe, Path(python)) or path)
         self._process = self._popen(
             [str(python), "-c", "from nrl.envs.pool.worker import main; main()"],
             stdin=self._other,

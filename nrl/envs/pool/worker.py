@@ -23,20 +23,20 @@ from nrl.envs.pool.framing import framed, unframed
 from nrl.envs.return_values import is_reset, read_reset, read_step
 from nrl.envs.types import Step
 from nrl.errors import EnvError
-from nrl.runtime.ray.codec.exceptions import Raised, carried
-from nrl.runtime.ray.codec.pickling import deserialized, serialized
+from nrl.runtime.ray.codec.exceptions import RemoteException, wrap_exceptions
+from nrl.runtime.ray.codec.pickling import deserialize, serialize
 
 __all__ = ["Sessions", "main", "packed", "receive", "send", "unpacked"]
 
 
 def packed(value: Any) -> bytes:
     """A value as bytes, for `receive`, or `unpacked`."""
-    return framed(serialized(value, "pooled"))
+    return framed(serialize(value, "pooled"))
 
 
 def unpacked(parts: list[bytes]) -> Any:
     """The value of which these are the parts."""
-    return deserialized(parts, copy=True)[0]
+    return deserialize(parts, copy=True)[0]
 
 
 def send(file: Any, value: Any) -> None:
@@ -154,9 +154,9 @@ def main() -> None:
         except EOFError:
             return
         try:
-            with carried("pooled", BaseException):
+            with wrap_exceptions("pooled", BaseException):
                 send(answers, (True, sessions.call(what, *args)))  # which fails before it writes, if that cannot travel
-        except Raised as raised:
+        except RemoteException as raised:
             send(answers, (False, raised))
 
 

@@ -11,7 +11,7 @@ from nrl.envs.tools import Tool, ToolError
 from nrl.errors import ArgumentError
 from nrl.gym.adapters.rpc_programs import RpcProgram
 from nrl.gym.endpoint.agent_process import provided
-from nrl.runtime.threads import beside
+from nrl.runtime.threads import run_in_loop
 from nrl.runtime.venvs.registry import Executable
 from nrl.runtime.venvs.registry import executable as registered
 
@@ -99,7 +99,7 @@ class _Call:
 
     async def __call__(self, **arguments: Any) -> str:
         asked = {"name": self.__name__, "arguments": arguments}
-        coming = beside(_server(self._spec).ask("tools/call", asked, self._spec.timeout))
+        coming = run_in_loop(_server(self._spec).ask("tools/call", asked, self._spec.timeout))
         said = await asyncio.wrap_future(coming)
         text = result_text(said)
         if said.get("isError"):
@@ -139,8 +139,8 @@ def _server(spec: _Spec) -> RpcProgram:
     async def made() -> RpcProgram:
         return RpcProgram(f"mcp_tools: {spec.shown}", command, greet)
 
-    return beside(made()).result()
+    return run_in_loop(made()).result()
 
 
 def _now(coming: Any) -> Any:
-    return beside(coming).result()
+    return run_in_loop(coming).result()

@@ -11,7 +11,7 @@ from nrl.envs.types import Environment, Step, Task, Turn
 from nrl.errors import EnvError
 from nrl.gym.http.connections import connections
 from nrl.log import error_text
-from nrl.runtime.threads import beside
+from nrl.runtime.threads import run_in_loop
 
 __all__ = ["openenv"]
 
@@ -159,7 +159,7 @@ async def _exchanged(
 async def _there[T](coming: Coroutine[Any, Any, T], server: str) -> T:
     """Run on the loop of the connections."""
     try:
-        return await asyncio.wrap_future(beside(coming))
+        return await asyncio.wrap_future(run_in_loop(coming))
     except (aiohttp.ClientError, OSError) as error:
         if isinstance(error, TimeoutError):
             raise

@@ -14,10 +14,10 @@ from nrl.gym.cli.replicas import Interpreter, Replica, environment_of, fate, liv
 from nrl.gym.config.servers import Endpoint, EnvironmentServer, Gym, Program, executable_of
 from nrl.log.redaction import redact
 from nrl.runtime.ports import first_free
-from nrl.runtime.threads import Daemons
-from nrl.runtime.venvs.building import provide
-from nrl.runtime.venvs.environments import sources
-from nrl.runtime.venvs.recipes import recipe
+from nrl.runtime.threads import DaemonThreadPool
+from nrl.runtime.venvs.building import ensure_env
+from nrl.runtime.venvs.environments import list_sources
+from nrl.runtime.venvs.recipes import make_recipe
 from nrl.runtime.venvs.registry import Executable
 
 __all__ = ["Supervisor", "free_port", "listen"]
@@ -73,7 +73,7 @@ class Supervisor:
         self._began = time.monotonic()
         self._interpreters: dict[str, asyncio.Future[tuple[Path, list[str] | None]]] = {}
         self._lives: list[asyncio.Task[None]] = []
-        self._threads = Daemons(4, "executables")
+        self._threads = DaemonThreadPool(4, "executables")
         self.replicas = [replica for name in gym.servers for replica in self._replicas(name)]
 
     def _replicas(self, name: str) -> list[Replica]:
@@ -265,6 +265,6 @@ class Supervisor:
 
 def _provided(made: Executable) -> tuple[Path, list[str] | None]:
     """The interpreter of an executable, which is built where it is not there, and the folders of its sources."""
-    wanted = recipe(made)
-    python = provide(wanted, say=lambda text: print(redact(text), file=sys.stderr, flush=True))
-    return python, sources(wanted, python) or None
+    wanted = make_recipe(made)
+    python = ensure_env(wanted, say=lambda text: print(redact(text), file=sys.stderr, flush=True))
+    return python, list_sources(wanted, python) or None

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import attrs
 
 from nrl.config._yaml import Problems
-from nrl.config.layers import Layer, explain
+from nrl.config.layers import ConfigLayer, explain
 from nrl.config.structure import structure
 from nrl.errors import ConfigError
 from nrl.gym.config.defaults import LARGEST, LEASE, MOST
@@ -247,7 +247,7 @@ def gym(args: Sequence[str]) -> Gym:
     return attrs.evolve(made, warnings=tuple(_warnings(made)))
 
 
-def _server(name: str, value: Any, layers: Sequence[Layer], others: Sequence[Any]) -> tuple[Any, list[str]]:
+def _server(name: str, value: Any, layers: Sequence[ConfigLayer], others: Sequence[Any]) -> tuple[Any, list[str]]:
     where = f"servers.{name}"
     if not _NAME.fullmatch(name):
         return None, [f"{where}: a name has letters, digits and . _ -, and begins with one of the first two"]
@@ -273,13 +273,15 @@ def _server(name: str, value: Any, layers: Sequence[Layer], others: Sequence[Any
 
 
 def _structured(
-    cls: type, value: Mapping[str, Any], above: tuple[str, ...], layers: Sequence[Layer]
+    cls: type, value: Mapping[str, Any], above: tuple[str, ...], layers: Sequence[ConfigLayer]
 ) -> tuple[Any, list[str]]:
     """An instance and no problems, or problems, which show no value that holds a secret."""
     try:
         return structure(value, cls), []
     except Problems as error:
-        return None, [explain(cls, (*above, *path), _hidden(value, path, text), layers) for path, text in error.found]
+        return None, [
+            explain(cls, (*above, *path), _hidden(value, path, text), layers) for path, text in error.problems
+        ]
 
 
 def _hidden(value: Any, path: tuple[Any, ...], text: str) -> str:

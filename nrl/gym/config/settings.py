@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nrl.config._yaml import Problems, Word, word_items
-from nrl.config.interpolation import interpolated, references
-from nrl.config.layers import Layer, merged, read
+from nrl.config.interpolation import interpolate, references
+from nrl.config.layers import ConfigLayer, merge_values, read_file
 from nrl.errors import ConfigError
 from nrl.log.redaction import keep_secret, secret_texts
 
@@ -36,7 +36,7 @@ class Settings(NamedTuple):
     """
 
     values: dict[str, Any]
-    layers: list[Layer]
+    layers: list[ConfigLayer]
     files: tuple[Path, ...]
 
     def resolved(self, keys: Sequence[str]) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class Settings(NamedTuple):
         Raises:
             ConfigError: a reference leads nowhere or in a circle.
         """
-        found = interpolated(self.values, keys, more=_variable)
+        found = interpolate(self.values, keys, fallback=_variable)
         keep_secret(secret_texts(found))
         return found
 
@@ -86,18 +86,21 @@ def settings(args: Sequence[str], known: Sequence[str]) -> Settings:
         raise ConfigError("no configuration is given; name one: CONFIG.yaml")
     _check_no_secret(changes, known)
     files = tuple(Path(path).expanduser().absolute() for path in paths)
-    layers = [Layer(path, _file(path, file)) for path, file in zip(paths, files, strict=True)]
+    layers = [ConfigLayer(path, _file(path, file)) for path, file in zip(paths, files, strict=True)]
     values: Any = {}
     for layer in layers:
-        values = merged(values, layer.values)
+        values = merge_values(values, layer.values)
     private = _private(files)
     for layer in private:
         keep_secret(_texts(layer.values))
-        values = merged(values, layer.values)
+        values = merge_values(values, layer.values)
     there = set(values)
     for sign, key, text in changes:
         values = _changed(values, sign, key, text)
-    layers += [*private, *(Layer("the command line", _nested(key, text)) for sign, key, text in changes if sign != "~")]
+    layers += [
+        *private,
+        *(ConfigLayer("the command line", _nested(key, text)) for sign, key, text in changes if sign != "~"),
+    ]
     keep_secret(text for text in secret_texts(values) if "${" not in text)
     given = {key.split(".")[0] for sign, key, _ in changes if sign != "~"}
     _check_names(values, given - there, {key for layer in layers[: len(files)] for key in layer.values}, known)
@@ -106,23 +109,23 @@ def settings(args: Sequence[str], known: Sequence[str]) -> Settings:
 
 def _file(told: str, path: Path) -> Any:
     try:
-        return read(path)
+        return read_file(path)
     except OSError as error:
         raise ConfigError(f"{told}: cannot be read: {error.strerror}; give an existing file, or key=value") from None
     except ValueError as error:
         raise ConfigError(f"{told}: not valid: {error}") from None
     except Problems as error:
-        text = error.found[0][1]
+        text = error.problems[0][1]
         hint = "; within { } and [ ] a reference stands in quotes: {api_key: '${policy_api_key}'}"
         quoted = hint if "not valid YAML" in text and "${" in path.read_text(errors="replace") else ""
         raise ConfigError(f"{told}: {text}{quoted}") from None
 
 
-def _private(files: Sequence[Path]) -> list[Layer]:
+def _private(files: Sequence[Path]) -> list[ConfigLayer]:
     """Each ``env.yaml`` beside a configuration, then that of the working directory, which wins."""
     folders = dict.fromkeys([*(file.parent for file in files), Path.cwd()])
     found = [folder / _ENV for folder in folders if (folder / _ENV).is_file() and folder / _ENV not in files]
-    return [Layer(str(path), _file(str(path), path)) for path in found]
+    return [ConfigLayer(str(path), _file(str(path), path)) for path in found]
 
 
 def _texts(value: Any, key: str = "") -> set[str]:
@@ -175,7 +178,7 @@ def _changed(values: Any, sign: str, key: str, text: str | None) -> Any:
                 f"~{key}: there is no such key to remove" + (f"; did you mean {near[0]}?" if near else "")
             )
         return _without(values, parts)
-    return merged(values, _nested(key, text))
+    return merge_values(values, _nested(key, text))
 
 
 def _without(values: Mapping[str, Any], parts: Sequence[str]) -> dict[str, Any]:

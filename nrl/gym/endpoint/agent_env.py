@@ -20,7 +20,7 @@ from nrl.gym.endpoint.sessions import Session
 from nrl.gym.http.front import allowed_hosts, is_loopback
 from nrl.gym.http.serve_app import address
 from nrl.gym.http.server_socket import Listener, listening
-from nrl.runtime.threads import Daemons
+from nrl.runtime.threads import DaemonThreadPool
 
 __all__ = ["Endpoint", "Start", "driven"]
 
@@ -263,7 +263,7 @@ class _Running:
         self._on = listening(place.host, place.port, "driven")
         self._url = address(place.host, self._on.getsockname()[1])
         self.loop, self.agents = uvloop.new_event_loop(), asyncio.new_event_loop()
-        self.threads = Daemons(_THREADS, "agent")
+        self.threads = DaemonThreadPool(_THREADS, "agent")
         for name, run in (("endpoint", self._serve), ("agents", self.agents.run_forever)):
             threading.Thread(target=run, name=name, daemon=True).start()
 

@@ -16,9 +16,9 @@ from nrl.errors import ArgumentError, EnvError
 from nrl.gym.endpoint.agent_env import Endpoint
 from nrl.gym.http.json_codec import sendable
 from nrl.runtime.node import reaper
-from nrl.runtime.venvs.building import provide
-from nrl.runtime.venvs.environments import sources
-from nrl.runtime.venvs.recipes import recipe
+from nrl.runtime.venvs.building import ensure_env
+from nrl.runtime.venvs.environments import list_sources
+from nrl.runtime.venvs.recipes import make_recipe
 from nrl.runtime.venvs.registry import Executable
 from nrl.runtime.venvs.registry import executable as registered
 
@@ -103,9 +103,9 @@ def provided(of: Executable) -> tuple[str, Mapping[str, str]]:
     Raises:
         ExecutableError: it cannot be built.
     """
-    known = recipe(of)
-    python = provide(known, say=lambda text: print(text, file=sys.stderr, flush=True))  # noqa: T201
-    path = os.pathsep.join(sources(known, Path(python)))
+    known = make_recipe(of)
+    python = ensure_env(known, say=lambda text: print(text, file=sys.stderr, flush=True))  # noqa: T201
+    path = os.pathsep.join(list_sources(known, Path(python)))
     return str(python), {**of.env, **({"PYTHONPATH": path} if path else {})}
 
 

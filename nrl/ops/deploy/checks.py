@@ -1,4 +1,4 @@
-"""Which settings may be written into a script or a manifest."""
+"""Checks of settings before they are written into a script or a manifest."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,9 +14,9 @@ __all__ = [
     "check_owned",
     "check_plain",
     "check_secrets",
-    "duration",
-    "environment",
-    "matches",
+    "check_variables",
+    "match_pattern",
+    "parse_duration",
     "program_arguments",
     "with_grace",
 ]
@@ -26,28 +26,28 @@ _GRACE = "checkpoints.grace"
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def matches(pattern: str, what: str) -> _Validator:
+def match_pattern(pattern: str, expected: str) -> _Validator:
     """A validator of attrs: a text, each text of a sequence, or None.
 
     Args:
         pattern: a regular expression, of the whole text.
-        what: what a text should be, for the error, which is a ValueError.
+        expected: what a text should be, for the error, which is a ValueError.
 
-    >>> matches("[a-z]+", "small letters")(None, None, "Ab")
+    >>> match_pattern("[a-z]+", "small letters")(None, None, "Ab")
     Traceback (most recent call last):
     ValueError: expected small letters, found 'Ab'
     """
     compiled = re.compile(pattern, re.ASCII)
 
     def check(instance: Any, attribute: Any, value: Any) -> None:
-        for each in [value] if isinstance(value, str) else value or ():
-            if compiled.fullmatch(each) is None:
-                raise ValueError(f"expected {what}, found {each!r}")
+        for text in [value] if isinstance(value, str) else value or ():
+            if compiled.fullmatch(text) is None:
+                raise ValueError(f"expected {expected}, found {text!r}")
 
     return check
 
 
-def environment(instance: Any, attribute: Any, value: Mapping[str, str]) -> None:
+def check_variables(instance: Any, attribute: Any, value: Mapping[str, str]) -> None:
     """A validator of attrs: names of environment variables.
 
     Raises:
@@ -58,14 +58,14 @@ def environment(instance: Any, attribute: Any, value: Mapping[str, str]) -> None
             raise ValueError(f"expected names of environment variables, found {name!r}")
 
 
-def duration(text: str) -> int:
+def parse_duration(text: str) -> int:
     """Seconds of a time as Slurm writes it, such as ``90``, ``1:30:00`` or ``2-12``.
 
-    >>> duration("90"), duration("1:30:00"), duration("2-12")
+    >>> parse_duration("90"), parse_duration("1:30:00"), parse_duration("2-12")
     (5400, 5400, 216000)
     """
     days, dash, rest = text.rpartition("-")
-    parts = [int(each) for each in rest.split(":")]
+    parts = [int(part) for part in rest.split(":")]
     if dash:
         parts = [*parts, 0, 0][:3]
     elif len(parts) < 3:
@@ -100,7 +100,7 @@ def check_secrets(arguments: Sequence[str], env: Mapping[str, str], command: str
     Raises:
         ConfigError: there is one.
     """
-    pairs = {**dict(each.split("=", 1) for each in arguments if "=" in each), **env}
+    pairs = {**dict(argument.split("=", 1) for argument in arguments if "=" in argument), **env}
     for key, text in pairs.items():
         if text and (redacted({key: text})[key] != text or redact(f"{key}={text}") != f"{key}={text}"):
             raise ConfigError(f"{command}: {key} looks like a secret, which a file must not hold; {instead}")
@@ -134,13 +134,19 @@ def check_options(options: Sequence[str], owned: Mapping[str, str], command: str
     Raises:
         ConfigError: one of them is owned.
     """
-    for each in options:
-        name = each.removeprefix("--").partition("=")[0]
-        of = name if name in owned else next((known for known in owned if known.startswith(name)), None)
-        if of is not None:
-            instead = f"give {owned[of]} instead" if owned[of] else "edit the script where you want another"
+    for option in options:
+        name = option.removeprefix("--").partition("=")[0]
+        own_option = (
+            name
+            if name in owned
+            else next((option_name for option_name in owned if option_name.startswith(name)), None)
+        )
+        if own_option is not None:
+            instead = (
+                f"give {owned[own_option]} instead" if owned[own_option] else "edit the script where you want another"
+            )
             raise ConfigError(
-                f"{command}: found {each} among options=, and the script has --{of} of its own; {instead}"
+                f"{command}: found {option} among options=, and the script has --{own_option} of its own; {instead}"
             )
 
 
@@ -150,17 +156,17 @@ def program_arguments(arguments: Sequence[str], command: str) -> tuple[str, ...]
     Raises:
         ConfigError: one of them is given by the command.
     """
-    for each in arguments:
-        if each.startswith("out="):
+    for argument in arguments:
+        if argument.startswith("out="):
             raise ConfigError(
-                f"{command}: found {each} after `--`; give it before, since the files name that folder, too"
+                f"{command}: found {argument} after `--`; give it before, since the files name that folder, too"
             )
-        if each.startswith("cluster=") and each != "cluster=auto":
+        if argument.startswith("cluster=") and argument != "cluster=auto":
             raise ConfigError(
-                f"{command}: found {each} after `--`; the program joins the cluster of the job, by cluster=auto: leave "
-                "it out"
+                f"{command}: found {argument} after `--`; the program joins the cluster of the job, by cluster=auto: "
+                "leave it out"
             )
-    return tuple(each for each in arguments if each != "cluster=auto")
+    return tuple(argument for argument in arguments if argument != "cluster=auto")
 
 
 def with_grace(
@@ -185,16 +191,16 @@ def with_grace(
     """
     group, _, key = _GRACE.partition(".")
     of_files = files.get(group)
-    found = [of_files[key]] if isinstance(of_files, Mapping) and key in of_files else []
-    found += [files[_GRACE]] if _GRACE in files else []
-    found += [text for name, _, text in (each.partition("=") for each in arguments) if name == _GRACE]
-    if not found:
+    values = [of_files[key]] if isinstance(of_files, Mapping) and key in of_files else []
+    values += [files[_GRACE]] if _GRACE in files else []
+    values += [text for name, _, text in (argument.partition("=") for argument in arguments) if name == _GRACE]
+    if not values:
         return (*arguments, f"{_GRACE}={grace - spare}")
-    said = str(found[-1])  # the last one counts
-    if said.replace(".", "", 1).isdigit() and float(said) > grace - spare:
+    value = str(values[-1])  # the last one counts
+    if value.replace(".", "", 1).isdigit() and float(value) > grace - spare:
         raise ConfigError(
-            f"{command}: found {_GRACE}={said} and grace={grace}; the program is killed then, and what it may take has "
-            f"to be less, {grace - spare} s at most: give grace={int(float(said)) + 60}"
+            f"{command}: found {_GRACE}={value} and grace={grace}; the program is killed then, and what it may take "
+            f"has to be less, {grace - spare} s at most: give grace={int(float(value)) + 60}"
         )
     return tuple(arguments)
 
@@ -204,7 +210,7 @@ def _texts(value: Any, key: str = "") -> list[tuple[str, str]]:
         return [(key, value)]
     if isinstance(value, Mapping):
         of_keys = [(key, name) for name in value] if key else []
-        return of_keys + [found for name, each in value.items() for found in _texts(each, key or name)]
+        return of_keys + [text for name, item in value.items() for text in _texts(item, key or name)]
     if isinstance(value, list | tuple):
-        return [found for each in value for found in _texts(each, key)]
+        return [text for item in value for text in _texts(item, key)]
     return []

@@ -1,4 +1,4 @@
-"""What can be known of a program and of its settings where a job is submitted."""
+"""Checks of a program and of its settings on the host that submits the job."""
 
 import ast
 import contextlib
@@ -10,33 +10,33 @@ from pathlib import Path
 from typing import Any
 
 from nrl.config._yaml import Problems
-from nrl.config.layers import is_file_name, read
+from nrl.config.layers import is_file_name, read_file
 from nrl.errors import ConfigError
 from nrl.runtime.venvs.registry import EXECUTABLES
 
-__all__ = ["check_files", "check_fits", "load", "settings_in_files", "to_build"]
+__all__ = ["build_arguments", "check_files", "check_fits", "load_config", "settings_in_files"]
 
 _ATTRS = ("frozen", "define", "mutable", "attrs", "s")
 _READ_BY = {"launch": 2, "load": 1}
 """The functions of nrl that read the program's own arguments, and how many of theirs are positional then."""
 
 
-def _files(arguments: Sequence[str]) -> Iterator[str]:
+def _iter_files(arguments: Sequence[str]) -> Iterator[str]:
     """The files of settings among a program's arguments, as `nrl.config.load` finds them."""
-    for each in arguments:
-        key, equals, text = each.partition("=")
-        path = text if key == "config" and equals else each
-        if not each.startswith("-") and (not equals or "/" in key or key == "config") and is_file_name(path):
+    for argument in arguments:
+        key, equals, text = argument.partition("=")
+        path = text if key == "config" and equals else argument
+        if not argument.startswith("-") and (not equals or "/" in key or key == "config") and is_file_name(path):
             yield path
 
 
 def settings_in_files(arguments: Sequence[str], folder: str) -> dict[str, Any]:
-    """What the files of settings say that can be read; the program itself says what is wrong with the others."""
-    said = dict[str, Any]()
-    for each in _files(arguments):
+    """Read the settings in readable files; the program itself reports errors in the others."""
+    settings = dict[str, Any]()
+    for file in _iter_files(arguments):
         with contextlib.suppress(OSError, ValueError, Problems):
-            said |= read(Path(folder) / each)
-    return said
+            settings |= read_file(Path(folder) / file)
+    return settings
 
 
 def check_files(arguments: Sequence[str], folder: str, command: str) -> None:
@@ -50,12 +50,12 @@ def check_files(arguments: Sequence[str], folder: str, command: str) -> None:
     Raises:
         ConfigError: one of them is missing.
     """
-    for each in _files(arguments):
-        if not (Path(folder) / each).is_file():
-            raise ConfigError(f"{command}: found no file {each} in {folder}, where the program runs")
+    for file in _iter_files(arguments):
+        if not (Path(folder) / file).is_file():
+            raise ConfigError(f"{command}: found no file {file} in {folder}, where the program runs")
 
 
-def _importable(program: Path) -> ast.Module | None:
+def _parse_importable(program: Path) -> ast.Module | None:
     """A program whose main part stands under ``if __name__ == "__main__"``, so that its module can be imported.
 
     Returns:
@@ -65,7 +65,7 @@ def _importable(program: Path) -> ast.Module | None:
         tree = ast.parse(program.read_bytes())
     except (OSError, SyntaxError, ValueError):
         return None
-    return tree if any(isinstance(each, ast.If) and _is_guard(each.test) for each in tree.body) else None
+    return tree if any(isinstance(node, ast.If) and _is_guard(node.test) for node in tree.body) else None
 
 
 def _is_guard(test: ast.expr) -> bool:
@@ -78,25 +78,27 @@ def _is_guard(test: ast.expr) -> bool:
 
 
 def _reads_config(tree: ast.Module) -> bool:
-    """Whether it declares an attrs class ``Config``, into which nrl reads its arguments."""
+    """Return whether a program declares an attrs class ``Config``, into which nrl reads its arguments."""
 
     def name(node: ast.expr) -> str:
         node = node.func if isinstance(node, ast.Call) else node
         return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
     declared = any(
-        isinstance(each, ast.ClassDef)
-        and each.name == "Config"
-        and any(name(by) in _ATTRS for by in each.decorator_list)
-        for each in tree.body
+        isinstance(node, ast.ClassDef)
+        and node.name == "Config"
+        and any(name(by) in _ATTRS for by in node.decorator_list)
+        for node in tree.body
     )
-    calls = [each for each in ast.walk(tree) if isinstance(each, ast.Call)]
-    own = [each for each in calls if len(each.args) == _READ_BY.get(name(each))]
-    of_program = [each for each in own if all(more.arg != "args" for more in each.keywords)]
-    return declared and any(isinstance(arg, ast.Name) and arg.id == "Config" for of in of_program for arg in of.args)
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    reading = [node for node in calls if len(node.args) == _READ_BY.get(name(node))]
+    of_program = [node for node in reading if all(keyword.arg != "args" for keyword in node.keywords)]
+    return declared and any(
+        isinstance(arg, ast.Name) and arg.id == "Config" for call in of_program for arg in call.args
+    )
 
 
-def load(program: str, words: Sequence[str], added: Sequence[str], folder: str, command: str) -> Any | None:
+def load_config(program: str, words: Sequence[str], added: Sequence[str], folder: str, command: str) -> Any | None:
     """Load what a job will give a program into the ``Config`` that its module declares, as the program will.
 
     Its module is imported, which needs what it imports; so this is done only where its main part is guarded, and where
@@ -115,25 +117,25 @@ def load(program: str, words: Sequence[str], added: Sequence[str], folder: str, 
     Raises:
         ConfigError: its configuration does not take these.
     """
-    tree = _importable(Path(folder) / program)
+    tree = _parse_importable(Path(folder) / program)
     if tree is None or not _reads_config(tree):
         return None
-    if missing := [each for each in _files(words) if not (Path(folder) / each).is_file()]:  # it is in a container
+    if missing := [file for file in _iter_files(words) if not (Path(folder) / file).is_file()]:  # it is in a container
         print(f"{command}: {missing[0]} is not here, so nobody has checked the settings of {program}", file=sys.stderr)
         return None
     print(f"{command}: importing {program}, whose Config takes the settings", file=sys.stderr, flush=True)
     from nrl import config
-    from nrl.ops.plan.programs import declared  # which imports torch, as nearly all programs do
+    from nrl.ops.plan.programs import load_config_class  # This imports torch, as nearly all programs do.
 
     caller = f"{command}: {program} with {shlex.join(added)}, which the job gives it"
-    with contextlib.chdir(folder):  # where the program finds its files
+    with contextlib.chdir(folder):  # The program finds its files there.
         try:
             with contextlib.redirect_stdout(sys.stderr):
-                cls = declared(program)
+                cls = load_config_class(program)
         except (Exception, SystemExit) as error:
-            told = " ".join(f"{type(error).__name__}: {error}".split())
-            said = f"{command}: {program} cannot be imported here ({told}), so nobody has checked its settings"
-            print(said, file=sys.stderr)
+            cause = " ".join(f"{type(error).__name__}: {error}".split())
+            message = f"{command}: {program} cannot be imported here ({cause}), so nobody has checked its settings"
+            print(message, file=sys.stderr)
             return None
         return None if cls is None else config.load(cls, [*words, *added], program=program, caller=caller)
 
@@ -159,8 +161,8 @@ def check_fits(loaded: Any, key: str, nodes: int, gpus: int, command: str) -> No
         )
 
 
-def to_build(
-    names: Sequence[str], program: str, folder: str, *, known: Collection[str], imported: bool, command: str
+def build_arguments(
+    names: Sequence[str], program: str, folder: str, *, known_names: Collection[str], imported: bool, command: str
 ) -> tuple[str, ...]:
     """The words that follow ``nrl venvs build``. An executable of the program's own is taken from its file.
 
@@ -168,28 +170,28 @@ def to_build(
         names: of executables.
         program: its file, from ``folder``.
         folder: where it runs.
-        known: the executables that there are without the program.
+        known_names: the executables that there are without the program.
         imported: whether the program's module was imported here, so that its executables are there, too.
         command: for the error.
 
     Raises:
         ConfigError: nobody registers one of the names.
     """
-    if all(each in known for each in names):
+    if all(name in known_names for name in names):
         return tuple(names)
-    maybe = not imported and _importable(Path(folder) / program) is not None
-    for each in names:
-        if each in EXECUTABLES:
+    maybe = not imported and _parse_importable(Path(folder) / program) is not None
+    for name in names:
+        if name in EXECUTABLES:
             continue
         if not maybe:
-            near = difflib.get_close_matches(each, EXECUTABLES, n=1)
+            near = difflib.get_close_matches(name, EXECUTABLES, n=1)
             hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(EXECUTABLES)}"
             raise ConfigError(
-                f"{command}: there is no executable named '{each}'; {hint} (one of the program's own is registered by "
+                f"{command}: there is no executable named '{name}'; {hint} (one of the program's own is registered by "
                 f'{program} itself, whose main part stands under `if __name__ == "__main__"`)'
             )
         print(
-            f"{command}: it is not known here whether {program} registers the executable '{each}'; if it does not, the "
+            f"{command}: it is not known here whether {program} registers the executable '{name}'; if it does not, the "
             "job ends before the program starts",
             file=sys.stderr,
         )

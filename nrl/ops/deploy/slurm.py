@@ -18,17 +18,17 @@ from nrl.ops.deploy.checks import (
     check_owned,
     check_plain,
     check_secrets,
-    duration,
-    environment,
-    matches,
+    check_variables,
+    match_pattern,
+    parse_duration,
     program_arguments,
     with_grace,
 )
-from nrl.ops.deploy.programs import check_files, check_fits, load, settings_in_files, to_build
-from nrl.ops.deploy.writing import filled, write
+from nrl.ops.deploy.programs import build_arguments, check_files, check_fits, load_config, settings_in_files
+from nrl.ops.deploy.writing import fill_template, write
 from nrl.runtime.venvs.registry import EXECUTABLES
 
-__all__ = ["Slurm", "main", "script"]
+__all__ = ["Slurm", "main", "make_script"]
 
 _COMMAND = "deploy slurm"
 _BLOCK = 250
@@ -37,7 +37,7 @@ _SPARE = 20
 """Seconds of the time before the limit in which Ray ends, after the program."""
 _CHOSEN = ("partition", "account", "qos", "constraint", "reservation", "nodelist", "exclude")
 _OPTIONS = {
-    **{each: f"{each}=" for each in (*_CHOSEN, "nodes", "time")},
+    **{name: f"{name}=" for name in (*_CHOSEN, "nodes", "time")},
     "job-name": "name=",
     "signal": "grace=",
     "array": "seeds= and at_once=",
@@ -67,8 +67,8 @@ _VARIABLES = {
     **dict.fromkeys(("logs", "head", "temp", "nodes", "driver", "status", "asked", "requeue", "shared"), ""),
 }
 """Variables that the script sets, or that Slurm sets for it, and what to give instead."""
-_job = matches(r"[\w.-]+", "a name of letters, digits and ._-")
-_word = matches(r"[\w.,:*&|()\[\]/@+-]+", "a word of Slurm, without spaces and quotes")
+_job = match_pattern(r"[\w.-]+", "a name of letters, digits and ._-")
+_word = match_pattern(r"[\w.,:*&|()\[\]/@+-]+", "a word of Slurm, without spaces and quotes")
 _NEEDED = {
     ("trainer", "megatron"): "mcore",
     ("sampler", "vllm"): "vllm",
@@ -77,22 +77,24 @@ _NEEDED = {
 """The executable that a setting of a program needs besides base."""
 _positive = attrs.validators.ge(1)
 _maybe = attrs.validators.optional(_positive)
-_size = matches(r"[1-9]\d*[KMGT]?|0", "a size such as 200G, or 0 for all of it")
-_bytes = matches(r"[1-9]\d*[KMGT]?", "a size such as 20G")
-_times = matches(r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}", "a time such as 30 (minutes), 24:00:00 or 2-00:00:00")
-_option = matches(r"--[a-z][a-z-]*(=[^'\"\\]+)?", "an option of sbatch, such as --mail-type=END")
-_executable = matches(r"[\w.-]+", "names of executables, such as base")
-_ports = matches(r"\d+-\d+", "a range of ports, such as 20000-29999")
-_mount = matches(r"/[^,:]*(:/[^,:]*(:[a-z]+)?)?", "mounts such as /data or /host:/inside")
-_interface = matches(r"[\w.-]+", "the name of a network interface, such as ib0")
+_size = match_pattern(r"[1-9]\d*[KMGT]?|0", "a size such as 200G, or 0 for all of it")
+_bytes = match_pattern(r"[1-9]\d*[KMGT]?", "a size such as 20G")
+_times = match_pattern(
+    r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}", "a time such as 30 (minutes), 24:00:00 or 2-00:00:00"
+)
+_option = match_pattern(r"--[a-z][a-z-]*(=[^'\"\\]+)?", "an option of sbatch, such as --mail-type=END")
+_executable = match_pattern(r"[\w.-]+", "names of executables, such as base")
+_ports = match_pattern(r"\d+-\d+", "a range of ports, such as 20000-29999")
+_mount = match_pattern(r"/[^,:]*(:/[^,:]*(:[a-z]+)?)?", "mounts such as /data or /host:/inside")
+_interface = match_pattern(r"[\w.-]+", "the name of a network interface, such as ib0")
 
 
-def _needed(files: Mapping[str, Any], arguments: Sequence[str], loaded: Any) -> tuple[str, ...]:
+def _needed_executables(files: Mapping[str, Any], arguments: Sequence[str], loaded: Any) -> tuple[str, ...]:
     """The executables that the program's configuration asks for, or, unless it was loaded, files and settings."""
-    said = {**files, **dict(each.split("=", 1) for each in arguments if "=" in each)}
+    settings = {**files, **dict(argument.split("=", 1) for argument in arguments if "=" in argument)}
     if loaded is not None:
-        said |= {key: getattr(loaded, key) for key, _ in _NEEDED if hasattr(loaded, key)}
-    return ("base", *(name for (key, value), name in _NEEDED.items() if said.get(key) == value))
+        settings |= {key: getattr(loaded, key) for key, _ in _NEEDED if hasattr(loaded, key)}
+    return ("base", *(name for (key, value), name in _NEEDED.items() if settings.get(key) == value))
 
 
 @checked("slurm")
@@ -101,43 +103,51 @@ class Slurm:
     """Write a batch script that runs a program over the nodes of a job. The program's own settings follow `--`."""
 
     program: str  # the Python file, from folder
-    arguments: tuple[str, ...] = ()  # of the program; on the command line they follow `--`
-    name: str = config.derived(lambda cfg: Path(cfg.program).stem, validator=_job)  # of the job
+    arguments: tuple[str, ...] = ()  # the program's arguments; on the command line they follow `--`
+    name: str = config.derived(lambda cfg: Path(cfg.program).stem, validator=_job)  # name of the job
     to: str = config.derived(lambda cfg: f"{cfg.name}.sbatch")  # the file to write
     force: bool = False  # replace a file that differs
     nodes: int = attrs.field(default=1, validator=_positive)  # the program runs on the first of them
-    gpus: int = attrs.field(default=0, validator=attrs.validators.ge(0))  # of a node
-    gpu_type: str | None = attrs.field(default=None, validator=_word)  # as Slurm names it, such as h100
-    cpus: int | None = attrs.field(default=None, validator=_maybe)  # of a node; none: whole nodes, for this job alone
-    memory: str | None = attrs.field(default=None, validator=_size)  # of a node, such as 200G; none: what Slurm gives
+    gpus: int = attrs.field(default=0, validator=attrs.validators.ge(0))  # GPUs of a node
+    gpu_type: str | None = attrs.field(default=None, validator=_word)  # kind of GPU as Slurm names it, such as h100
+    cpus: int | None = attrs.field(
+        default=None, validator=_maybe
+    )  # cores of a node; none: whole nodes, for this job alone
+    memory: str | None = attrs.field(
+        default=None, validator=_size
+    )  # memory of a node, such as 200G; none: what Slurm gives
     time: str = attrs.field(default="24:00:00", validator=_times)  # the limit of one start
     grace: int = attrs.field(default=120, validator=_positive)  # seconds before the limit when the program is told
     partition: str | None = attrs.field(default=None, validator=_word)  # none: Slurm's default
-    account: str | None = attrs.field(default=None, validator=_word)  # to which the time is charged
+    account: str | None = attrs.field(default=None, validator=_word)  # account that is charged for the time
     qos: str | None = attrs.field(default=None, validator=_word)  # the quality of service
     constraint: str | None = attrs.field(default=None, validator=_word)  # features of nodes, such as ib&h100
     reservation: str | None = attrs.field(default=None, validator=_word)  # its name
     nodelist: str | None = attrs.field(default=None, validator=_word)  # nodes to take, such as gpu[01-04]
     exclude: str | None = attrs.field(default=None, validator=_word)  # nodes not to take
     options: tuple[str, ...] = attrs.field(default=(), validator=_option)  # further ones of sbatch: [--mail-type=END]
-    seeds: int | None = attrs.field(default=None, validator=_maybe)  # so many jobs, an array with seed=0, 1, ...
-    at_once: int | None = attrs.field(default=None, validator=_maybe)  # of the array's jobs
-    folder: str = config.derived(lambda cfg: str(Path.cwd()))  # where the program runs; all nodes see it
+    seeds: int | None = attrs.field(default=None, validator=_maybe)  # number of jobs, an array with seed=0, 1, ...
+    at_once: int | None = attrs.field(default=None, validator=_maybe)  # number of the array's jobs
+    folder: str = config.derived(lambda cfg: str(Path.cwd()))  # folder where the program runs; all nodes see it
     out: str = config.derived(lambda cfg: f"runs/{cfg.name}")  # the run's folder, from folder; all nodes see it
     logs: str = config.derived(lambda cfg: f"{cfg.out}-logs")  # a folder for what the job writes
     container: Literal["pyxis", "apptainer"] | None = None  # written and checked, not run by nrl's tests
-    image: str | None = None  # of the container, such as docker://registry#team/nrl:1, or a file
+    image: str | None = None  # image of the container, such as docker://registry#team/nrl:1, or a file
     mounts: tuple[str, ...] = attrs.field(default=(), validator=_mount)  # into the container, besides folder
-    venv: str | None = config.derived(lambda cfg: None if cfg.container else sys.prefix)  # that has nrl, on all nodes
+    venv: str | None = config.derived(
+        lambda cfg: None if cfg.container else sys.prefix
+    )  # venv that has nrl, on all nodes
     executables: tuple[str, ...] | None = attrs.field(
         default=None, validator=_executable
-    )  # to build first; none: those of the program's trainer= and sampler=; []: nothing
+    )  # executables to build first; none: those of the program's trainer= and sampler=; []: nothing
     check: bool = True  # see that files of settings are here, and that the program's Config takes what it is given
     doctor: bool = False  # ask `nrl doctor` of all nodes before the program; where something fails the job ends
     venvs: str | None = None  # NRL_VENV_DIR; best on a disk of the node; none: in the user's cache
     setup: str | None = None  # a file of bash that is sourced first, such as one of `module load`
-    env: dict[str, str] = attrs.field(factory=dict, validator=environment)  # variables, for all processes; no secrets
-    ports: str = attrs.field(default="20000-29999", validator=_ports)  # of Ray; a job takes 250 of them
+    env: dict[str, str] = attrs.field(
+        factory=dict, validator=check_variables
+    )  # variables, for all processes; no secrets
+    ports: str = attrs.field(default="20000-29999", validator=_ports)  # Ray's ports; a job takes 250 of them
     interface: str | None = attrs.field(default=None, validator=_interface)  # none: by the name of the first node
     object_store: str | None = attrs.field(default=None, validator=_bytes)  # memory of Ray's, a node; none: 30 %
 
@@ -148,11 +158,12 @@ def main(cfg: Slurm) -> None:
     Raises:
         ConfigError: settings that contradict each other, or a file that differs is there.
     """
-    write({Path(cfg.to): script(cfg)}, force=cfg.force, command=_COMMAND)
-    print(f"{cfg.to} is written; submit it with\n  mkdir -p {shlex.quote(_logs(cfg))} && sbatch {shlex.quote(cfg.to)}")
+    write({Path(cfg.to): make_script(cfg)}, force=cfg.force, command=_COMMAND)
+    logs, file = shlex.quote(_logs_folder(cfg)), shlex.quote(cfg.to)
+    print(f"{cfg.to} is written; submit it with\n  mkdir -p {logs} && sbatch {file}")
 
 
-def script(cfg: Slurm) -> str:
+def make_script(cfg: Slurm) -> str:
     """The text of the script.
 
     Raises:
@@ -162,82 +173,87 @@ def script(cfg: Slurm) -> str:
     instead = "export it in the shell that submits the job: sbatch passes variables on"
     check_owned(cfg.env, _VARIABLES, _COMMAND)
     check_secrets(cfg.arguments, cfg.env, _COMMAND, instead)
-    whole = {"exclusive": "cpus= of the job's own"} if cfg.cpus is None else {}
-    check_options(cfg.options, _OPTIONS | whole, _COMMAND)
-    if any(each.startswith("--gres=") and "gpu" in each for each in cfg.options):
+    exclusive = {"exclusive": "cpus= of the job's own"} if cfg.cpus is None else {}
+    check_options(cfg.options, _OPTIONS | exclusive, _COMMAND)
+    if any(item.startswith("--gres=") and "gpu" in item for item in cfg.options):
         raise ConfigError(f"{_COMMAND}: found GPUs in options=, of which Ray would not know; give gpus= and gpu_type=")
     _check_times(cfg)
     spare = min(_SPARE, cfg.grace // 4)
-    files = settings_in_files(cfg.arguments, _folder(cfg))
+    files = settings_in_files(cfg.arguments, _program_folder(cfg))
     arguments = with_grace(program_arguments(cfg.arguments, _COMMAND), files, cfg.grace, spare, _COMMAND)
-    first, last = (int(each) for each in cfg.ports.split("-"))
+    first, last = (int(item) for item in cfg.ports.split("-"))
     if not 1024 <= first < first + _BLOCK - 1 <= last <= 65535:
         raise ConfigError(f"{_COMMAND}: ports={cfg.ports} is no range of {_BLOCK} ports or more from 1024 to 65535")
-    if cfg.seeds and any(each.startswith("seed=") for each in arguments):
+    if cfg.seeds and any(item.startswith("seed=") for item in arguments):
         raise ConfigError(f"{_COMMAND}: found seed= after `--` and seeds={cfg.seeds}; give one of them")
     if cfg.at_once and not cfg.seeds:
         raise ConfigError(f"{_COMMAND}: found at_once={cfg.at_once} without seeds=, which makes several jobs")
     if cfg.gpu_type and not cfg.gpus:
         raise ConfigError(f"{_COMMAND}: found gpu_type={cfg.gpu_type} and gpus=0; give gpus=, the number in a node")
-    setup, known = _setup(cfg), frozenset(EXECUTABLES)
-    loaded = _checked(cfg, arguments)
-    wanted = _needed(files, cfg.arguments, loaded) if cfg.executables is None else cfg.executables
+    setup, registered = _setup_file(cfg), frozenset(EXECUTABLES)
+    loaded = _load_checked(cfg, arguments)
+    executables = _needed_executables(files, cfg.arguments, loaded) if cfg.executables is None else cfg.executables
     values: dict[str, Any] = attrs.asdict(cfg) | {
-        "folder": _folder(cfg),
+        "folder": _program_folder(cfg),
         "setup": setup,
-        "executables": wanted,
-        "builds": to_build(
-            wanted, cfg.program, _folder(cfg), known=known, imported=loaded is not None, command=_COMMAND
+        "executables": executables,
+        "builds": build_arguments(
+            executables,
+            cfg.program,
+            _program_folder(cfg),
+            known_names=registered,
+            imported=loaded is not None,
+            command=_COMMAND,
         ),
-        "logs": _logs(cfg),
-        "chosen": [(each, value) for each in _CHOSEN if (value := getattr(cfg, each)) is not None],
-        "options": [_quoted(each) for each in cfg.options],
+        "logs": _logs_folder(cfg),
+        "chosen": [(item, value) for item in _CHOSEN if (value := getattr(cfg, item)) is not None],
+        "options": [_quote_option(item) for item in cfg.options],
         "block": _BLOCK,
         "first_port": first,
         "blocks": (last - first + 1) // _BLOCK,
-        "object_store": _in_bytes(cfg.object_store),
-        "run": _run(cfg),
-        "command": _program(cfg, arguments),
-        "mounts": _mounts(cfg),
-        "apptainer": _apptainer(cfg),
+        "object_store": _parse_bytes(cfg.object_store),
+        "run": _run_folder(cfg),
+        "command": _program_words(cfg, arguments),
+        "mounts": _list_mounts(cfg),
+        "apptainer": _apptainer_words(cfg),
     }
-    return filled("slurm.sbatch.jinja", values)
+    return fill_template("slurm.sbatch.jinja", values)
 
 
-def _checked(cfg: Slurm, arguments: tuple[str, ...]) -> Any | None:
-    """The program's configuration, from what the job will give it; None: nobody has looked."""
-    folder = _folder(cfg)
+def _load_checked(cfg: Slurm, arguments: tuple[str, ...]) -> Any | None:
+    """Load the program's configuration from the job's arguments; None: it was not checked."""
+    folder = _program_folder(cfg)
     if cfg.container is None and not (Path(folder) / cfg.program).is_file():
         raise ConfigError(f"{_COMMAND}: found no file program={cfg.program} in {folder}; folder= says where it is")
     if not cfg.check:
         return None
     if cfg.container is None:
         check_files(arguments, folder, _COMMAND)
-    given = len(program_arguments(cfg.arguments, _COMMAND))
-    seeded = ("seed=0", f"out={_out(cfg)}/seed-0") if cfg.seeds else (f"out={_out(cfg)}",)
-    added = (*arguments[given:], "cluster=auto", *seeded)
-    found = load(cfg.program, arguments[:given], added, folder, _COMMAND)
-    check_fits(found, "nodes", cfg.nodes, cfg.gpus, _COMMAND)
-    return found
+    count = len(program_arguments(cfg.arguments, _COMMAND))
+    seeded = ("seed=0", f"out={_out_folder(cfg)}/seed-0") if cfg.seeds else (f"out={_out_folder(cfg)}",)
+    added = (*arguments[count:], "cluster=auto", *seeded)
+    configuration = load_config(cfg.program, arguments[:count], added, folder, _COMMAND)
+    check_fits(configuration, "nodes", cfg.nodes, cfg.gpus, _COMMAND)
+    return configuration
 
 
-def _program(cfg: Slurm, arguments: tuple[str, ...]) -> str:
+def _program_words(cfg: Slurm, arguments: tuple[str, ...]) -> str:
     """The words after ``python``, quoted."""
     seed = ['seed="$SLURM_ARRAY_TASK_ID"'] if cfg.seeds else []
-    return " ".join([*map(shlex.quote, (cfg.program, *arguments, "cluster=auto")), *seed, f"out={_run(cfg)}"])
+    return " ".join([*map(shlex.quote, (cfg.program, *arguments, "cluster=auto")), *seed, f"out={_run_folder(cfg)}"])
 
 
-def _run(cfg: Slurm) -> str:
+def _run_folder(cfg: Slurm) -> str:
     """The folder of the run, as bash reads it."""
-    return shlex.quote(_out(cfg)) + ('/seed-"$SLURM_ARRAY_TASK_ID"' if cfg.seeds else "")
+    return shlex.quote(_out_folder(cfg)) + ('/seed-"$SLURM_ARRAY_TASK_ID"' if cfg.seeds else "")
 
 
-def _out(cfg: Slurm) -> str:
+def _out_folder(cfg: Slurm) -> str:
     return os.path.expanduser(cfg.out)  # noqa: PTH111 - a Path would drop what follows //
 
 
-def _setup(cfg: Slurm) -> str | None:
-    """Absolute, since the script begins where somebody submits."""
+def _setup_file(cfg: Slurm) -> str | None:
+    """Return the absolute path of the setup file, since the script starts in the folder of submission."""
     if cfg.setup is None:
         return None
     path = Path(cfg.setup).expanduser().absolute()
@@ -247,50 +263,50 @@ def _setup(cfg: Slurm) -> str | None:
 
 
 def _check_times(cfg: Slurm) -> None:
-    if cfg.grace >= duration(cfg.time):
+    if cfg.grace >= parse_duration(cfg.time):
         raise ConfigError(f"{_COMMAND}: grace={cfg.grace} s is not within time={cfg.time}; give less of it")
 
 
-def _mounts(cfg: Slurm) -> tuple[str, ...]:
-    """What the container sees of the nodes."""
+def _list_mounts(cfg: Slurm) -> tuple[str, ...]:
+    """List the nodes' folders that are mounted into the container."""
     if cfg.container is None:
-        for given, name in ((cfg.image, "image"), (cfg.mounts, "mounts")):
-            if given:
+        for value, name in ((cfg.image, "image"), (cfg.mounts, "mounts")):
+            if value:
                 raise ConfigError(f"{_COMMAND}: found {name}= without a container; give container=pyxis or apptainer")
         return ()
     if cfg.image is None:
         raise ConfigError(f"{_COMMAND}: container={cfg.container} needs image=")
-    mounts = tuple(dict.fromkeys((_folder(cfg), *cfg.mounts)))
-    seen = [each.split(":")[1] if ":" in each else each for each in mounts]
-    for name, path in (("out", _out(cfg)), ("logs", _logs(cfg))):
-        if path.startswith("/") and not any(Path(path).is_relative_to(each) for each in seen):
+    mounts = tuple(dict.fromkeys((_program_folder(cfg), *cfg.mounts)))
+    seen = [mount.split(":")[1] if ":" in mount else mount for mount in mounts]
+    for name, path in (("out", _out_folder(cfg)), ("logs", _logs_folder(cfg))):
+        if path.startswith("/") and not any(Path(path).is_relative_to(mount) for mount in seen):
             raise ConfigError(
                 f"{_COMMAND}: {name}={path} is in none of the container's mounts, {', '.join(seen)}; add mounts="
             )
-    return tuple(each if ":" in each else f"{each}:{each}" for each in mounts)
+    return tuple(mount if ":" in mount else f"{mount}:{mount}" for mount in mounts)
 
 
-def _apptainer(cfg: Slurm) -> str:
+def _apptainer_words(cfg: Slurm) -> str:
     """Words before the command of each step."""
     if cfg.container != "apptainer":
         return ""
-    words = ["apptainer", "exec", *(["--nv"] if cfg.gpus else []), "--pwd", _folder(cfg)]
-    return shlex.join([*words, "--bind", ",".join(_mounts(cfg)), str(cfg.image)])
+    words = ["apptainer", "exec", *(["--nv"] if cfg.gpus else []), "--pwd", _program_folder(cfg)]
+    return shlex.join([*words, "--bind", ",".join(_list_mounts(cfg)), str(cfg.image)])
 
 
-def _quoted(option: str) -> str:
+def _quote_option(option: str) -> str:
     """An option of sbatch whose value may have spaces."""
     name, equals, value = option.partition("=")
     return f"{name}{equals}{shlex.quote(value)}" if " " in value else option
 
 
-def _folder(cfg: Slurm) -> str:
+def _program_folder(cfg: Slurm) -> str:
     return str(Path(cfg.folder).expanduser().absolute())
 
 
-def _logs(cfg: Slurm) -> str:
-    """Absolute, since Slurm reads it from the folder where somebody submits."""
-    path = str(Path(_folder(cfg)) / Path(cfg.logs).expanduser())
+def _logs_folder(cfg: Slurm) -> str:
+    """Return the absolute folder of logs, since Slurm resolves it from the folder of submission."""
+    path = str(Path(_program_folder(cfg)) / Path(cfg.logs).expanduser())
     if re.search(r"[\s%\\'\"]", path):
         raise ConfigError(
             f"{_COMMAND}: the logs are in {path}, which Slurm misreads; give logs= without spaces, quotes, %"
@@ -298,7 +314,7 @@ def _logs(cfg: Slurm) -> str:
     return path
 
 
-def _in_bytes(size: str | None) -> int | None:
+def _parse_bytes(size: str | None) -> int | None:
     if size is None:
         return None
     number, unit = (size[:-1], size[-1]) if size[-1].isalpha() else (size, "")

@@ -11,17 +11,17 @@ from typing import Any
 
 from nrl.errors import ConfigError
 
-__all__ = ["filled", "write"]
+__all__ = ["fill_template", "write"]
 
 
-def filled(template: str, values: Mapping[str, Any]) -> str:
+def fill_template(template: str, values: Mapping[str, Any]) -> str:
     """A template of this package with values; ``x | sh`` quotes for bash, ``x | yaml`` for YAML.
 
     Args:
         template: the name of the file.
         values: by the names that the template has for them.
     """
-    import jinja2  # which takes a moment, and --help needs none
+    import jinja2  # The import takes a moment, and --help does not need it.
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -47,11 +47,11 @@ def write(files: Mapping[Path, str], *, force: bool, command: str) -> None:
     """
     written = dict[Path, Path]()
     try:
-        there = [path for path, text in files.items() if path.exists() and path.read_text(encoding="utf-8") != text]
-        if there and not force:
+        different = [path for path, text in files.items() if path.exists() and path.read_text(encoding="utf-8") != text]
+        if different and not force:
             raise ConfigError(
-                f"{command}: {' and '.join(map(str, there))} differs from what would be written; give force=true to "
-                "replace it, or to= another name"
+                f"{command}: {' and '.join(map(str, different))} differs from what would be written; give force=true "
+                "to replace it, or to= another name"
             )
         for path, text in files.items():
             target = path.resolve()  # a link stays one
@@ -60,14 +60,14 @@ def write(files: Mapping[Path, str], *, force: bool, command: str) -> None:
             written[target].write_text(text, encoding="utf-8")
             if target.exists():
                 shutil.copymode(target, written[target])
-        for target, beside in written.items():
-            beside.replace(target)
+        for target, temporary in written.items():
+            temporary.replace(target)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{command}: a file cannot be written: {error}") from error
     finally:
-        for beside in written.values():
+        for temporary in written.values():
             with contextlib.suppress(OSError):
-                beside.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)
 
 
 def _yaml(value: Any) -> str:

@@ -1,7 +1,7 @@
 """The checks of ``nrl doctor``: does this machine, or this cluster, run nrl, and if not, what is to be done?
 
-A check is a function from what a machine is (`nrl.runtime.node.machine.facts`) to `findings.Finding`\\ s. The doctor is
-a list of them: `hardware` judges facts alone, so it judges those of other hosts, too; `installation` and `surroundings`
-look around on this one. `running` runs them at once, each within its time. `cluster` asks all hosts of a Ray cluster
-and compares them, and `between` lets each two of them meet.
+A check is a function from a machine's facts (`nrl.runtime.node.machine.collect_facts`) to `findings.Finding`\\ s. The
+doctor is a list of checks: `hardware` reads facts alone, so it judges other hosts, too; `installation` and
+`service_checks` examine this host. `runner` runs them at once, each with a time limit. `cluster` runs checks on all
+hosts of a Ray cluster, `host_diff` compares the hosts, and `network_checks` measures the links between them.
 """

@@ -1,7 +1,7 @@
-"""What is asked of a host, this one or another: its uv, its environments, its torch, the hub, its sandbox.
+"""Examine a host, this one or another: its uv, its environments, its torch, the hub, its sandbox.
 
-It travels by value (`nrl.runtime.ray.nodes.by_value`), and needs the standard library alone: a node's Python need not
-have nrl. Whoever asks judges the answers: `nrl.ops.doctor.installation` and `surroundings`.
+The module travels by value (`nrl.runtime.ray.nodes.send_by_value`), and needs the standard library alone: a node's
+Python need not have nrl. `nrl.ops.doctor.installation` and `service_checks` judge the results.
 """
 
 import json
@@ -15,13 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from nrl.runtime.node.gpus import device_files
-from nrl.runtime.node.machine import folders, python_with_torch
-from nrl.runtime.venvs.environments import INVENTORY, default_folder, inventories
-from nrl.runtime.venvs.inspection import wrong_packages
+from nrl.runtime.node.gpus import list_device_files
+from nrl.runtime.node.machine import find_python_with_torch, list_folders
+from nrl.runtime.venvs.environments import INVENTORY, default_folder, list_inventories
+from nrl.runtime.venvs.inspection import list_wrong_packages
 from nrl.runtime.venvs.installer import find_uv
 
-__all__ = ["look", "look_at_environments", "look_at_hub", "look_at_torch", "look_at_uv"]
+__all__ = ["look_at_environments", "look_at_host", "look_at_hub", "look_at_torch", "look_at_uv"]
 
 _PATIENCE = 120.0  # seconds in which torch is imported, from a slow disk, too
 _HUB = 4.0  # seconds for an answer of the hub
@@ -68,8 +68,8 @@ print(json.dumps(found or imported()))
 """
 
 
-def look(ray: str, executables: Collection[str]) -> dict[str, Any]:
-    """What there is on this host beside its hardware, each by its name; ``error`` where a look itself fails.
+def look_at_host(ray: str, executables: Collection[str]) -> dict[str, Any]:
+    """Examine this host beside its hardware, by subject; ``error`` if an examination itself fails.
 
     Args:
         ray: the version of Ray that a Python with torch should have.
@@ -77,7 +77,7 @@ def look(ray: str, executables: Collection[str]) -> dict[str, Any]:
     """
 
     def torch() -> dict[str, Any]:
-        python, gpus = python_with_torch(ray), shutil.which("nvidia-smi") is not None or bool(device_files())
+        python, gpus = find_python_with_torch(ray), shutil.which("nvidia-smi") is not None or bool(list_device_files())
         # Ray hides all GPUs from a task that asks for none
         return {"python": python, **(look_at_torch(python, gpus, hidden=False) if python else {})}
 
@@ -89,14 +89,14 @@ def look(ray: str, executables: Collection[str]) -> dict[str, Any]:
         "torch": torch,
     }
     with ThreadPoolExecutor(len(looks)) as threads:
-        begun = {name: threads.submit(_guarded, fn) for name, fn in looks.items()}
-        return {name: each.result() for name, each in begun.items()}
+        futures = {name: threads.submit(_run_guarded, fn) for name, fn in looks.items()}
+        return {name: future.result() for name, future in futures.items()}
 
 
-def _guarded(fn: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _run_guarded(fn: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return fn()
-    except Exception as error:  # one that is wrong shall not hide the others
+    except Exception as error:  # An error of one examination must not hide the others.
         return {"error": f"{type(error).__name__}: {error}"}
 
 
@@ -111,7 +111,7 @@ def look_at_uv() -> dict[str, Any]:
 
 
 def look_at_environments(executables: Collection[str], folder: Path | None = None) -> dict[str, Any]:
-    """The environments of this host.
+    """Examine the environments of this host.
 
     Args:
         executables: whose; others are left out.
@@ -122,35 +122,35 @@ def look_at_environments(executables: Collection[str], folder: Path | None = Non
         its packages differ from that; ``begun``: names of half-built ones; ``sources``: names of those beside them.
     """
     folder = folder or default_folder()
-    found = {env: each for env, each in inventories(folder).items() if each["executable"] in executables}
+    envs = {env: entry for env, entry in list_inventories(folder).items() if entry["executable"] in executables}
     return {
         "folder": str(folder),
         "writable": os.access(folder, os.W_OK),
-        "whole": [{**each, "wrong": list(wrong_packages(env, each))} for env, each in found.items()],
-        "begun": sorted(each.name for each in folder.glob(".*.building")),
-        "sources": sorted(each.name for each in folder.glob(".sources/*") if (each / INVENTORY).is_file()),
+        "whole": [{**entry, "wrong": list(list_wrong_packages(env, entry))} for env, entry in envs.items()],
+        "begun": sorted(entry.name for entry in folder.glob(".*.building")),
+        "sources": sorted(entry.name for entry in folder.glob(".sources/*") if (entry / INVENTORY).is_file()),
     }
 
 
 def look_at_hub() -> dict[str, Any]:
-    """Whether the hub of models answers, where its files go, and whether there is a token, which nobody sees."""
-    home = str(folders()["hub"])
+    """Examine the hub of models: whether it answers, its folder, and whether there is a token, which stays secret."""
+    home = str(list_folders()["hub"])
     endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
-    offline = [each for each in _OFFLINE if os.environ.get(each, "").upper() in ("1", "ON", "YES", "TRUE")]
-    found = {"home": home, "token": _token(home), "endpoint": endpoint, "offline": offline}
+    offline = [name for name in _OFFLINE if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")]
+    facts = {"home": home, "token": _has_token(home), "endpoint": endpoint, "offline": offline}
     if offline:
-        return {**found, "reached": None, "why": ""}
+        return {**facts, "reached": None, "why": ""}
     try:
         with urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=_HUB):
             pass
     except urllib.error.HTTPError:  # it answers
         pass
     except (OSError, ValueError) as error:
-        return {**found, "reached": False, "why": str(getattr(error, "reason", error))}
-    return {**found, "reached": True, "why": ""}
+        return {**facts, "reached": False, "why": str(getattr(error, "reason", error))}
+    return {**facts, "reached": True, "why": ""}
 
 
-def _token(home: str) -> bool:
+def _has_token(home: str) -> bool:
     if os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN"):
         return True
     try:
@@ -160,7 +160,7 @@ def _token(home: str) -> bool:
 
 
 def _look_at_sandbox() -> dict[str, Any]:
-    """Why no sandbox can be made here; empty: the smallest one runs."""
+    """Return why no sandbox can be made here; empty: a minimal one runs."""
     lacking = [name for name in _SANDBOX if shutil.which(name) is None]
     if lacking:
         return {"why": f"there is no {' and no '.join(lacking)}"}
@@ -170,7 +170,7 @@ def _look_at_sandbox() -> dict[str, Any]:
 
 
 def look_at_torch(python: str, gpus: bool, patience: float = _PATIENCE, *, hidden: bool = True) -> dict[str, Any]:
-    """What an interpreter's torch is and sees, asked in a process of its own: to import it takes seconds.
+    """Examine an interpreter's torch and its devices in a process of its own: the import takes seconds.
 
     Args:
         python: the interpreter.
@@ -181,7 +181,7 @@ def look_at_torch(python: str, gpus: bool, patience: float = _PATIENCE, *, hidde
     Returns:
         ``error`` alone where torch cannot be imported.
     """
-    environ = {name: each for name, each in os.environ.items() if hidden or name != "CUDA_VISIBLE_DEVICES"}
+    environ = {name: value for name, value in os.environ.items() if hidden or name != "CUDA_VISIBLE_DEVICES"}
     command = [python, "-c", _TORCH, "gpus" if gpus else "none"]
     try:
         run = subprocess.run(
@@ -192,5 +192,5 @@ def look_at_torch(python: str, gpus: bool, patience: float = _PATIENCE, *, hidde
     if run.returncode:
         last = (run.stderr.strip() or f"exit status {run.returncode}").splitlines()[-1]
         return {"error": last}
-    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
-    return {**found, "chosen": environ.get("CUDA_VISIBLE_DEVICES")}
+    result: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return {**result, "chosen": environ.get("CUDA_VISIBLE_DEVICES")}

@@ -1,4 +1,4 @@
-"""Runs checks at once, each within its time: one that hangs, or that is wrong itself, is a line as well."""
+"""Run checks at once, each with a time limit: a check that hangs, or fails itself, becomes a finding."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -7,50 +7,50 @@ from functools import partial
 from typing import Any
 
 from nrl.log import error_text, wait_until
-from nrl.ops.doctor.findings import Check, Finding, failed, warning
-from nrl.runtime.node.machine import Facts, facts
-from nrl.runtime.threads import Daemons
+from nrl.ops.doctor.findings import Check, Finding, make_failure, make_warning
+from nrl.runtime.node.machine import Facts, collect_facts
+from nrl.runtime.threads import DaemonThreadPool
 
-__all__ = ["SILENCE", "findings"]
+__all__ = ["SILENCE", "run_checks"]
 
 SILENCE = 3.0
 """Seconds before a line says what is waited for."""
 
 
-def findings(checks: Sequence[Check], limit: float, look: Callable[[], Facts] = facts) -> Iterator[Finding]:
-    """What checks find on this host, in their order, each as soon as it is there.
+def run_checks(checks: Sequence[Check], limit: float, look: Callable[[], Facts] = collect_facts) -> Iterator[Finding]:
+    """Run checks on this host, and yield their findings in order, each as soon as it is ready.
 
     Args:
         checks: they run at once, in threads.
         limit: seconds for all of them. One that has not ended by then is late, a warning, and is left to itself.
         look: finds out what this machine is.
     """
-    threads, until = Daemons(len(checks) + 1, name="doctor"), time.monotonic() + limit
+    threads, until = DaemonThreadPool(len(checks) + 1, name="doctor"), time.monotonic() + limit
     machine = threads.submit(look)
-    if late := _late("facts", machine, until, limit):
-        yield late
+    if failure := _await_check("facts", machine, until, limit):
+        yield failure
         return
-    for check, found in [(each, threads.submit(_all, each, machine.result())) for each in checks]:
-        if late := _late(check.__name__, found, until, limit):
-            yield late
+    for check, result in [(item, threads.submit(_list_findings, item, machine.result())) for item in checks]:
+        if failure := _await_check(check.__name__, result, until, limit):
+            yield failure
         else:
-            yield from found.result()
+            yield from result.result()
 
 
-def _all(check: Check, machine: Facts) -> list[Finding]:
+def _list_findings(check: Check, machine: Facts) -> list[Finding]:
     return list(check(machine))
 
 
-def _late(name: str, work: Future[Any], until: float, limit: float) -> Finding | None:
-    """Wait for a check; a finding of its own if it does not end, or raises."""
-    ready, began = partial(_done, work), time.monotonic()
+def _await_check(name: str, work: Future[Any], until: float, limit: float) -> Finding | None:
+    """Wait for a check; return a finding if it does not end, or raises."""
+    ready, began = partial(_is_done, work), time.monotonic()
 
-    def told(waited: float) -> str:
+    def describe(waited: float) -> str:
         return f"doctor: looking at {name}, {waited:.0f} s so far"
 
-    if not wait_until(ready, until - began, told, silence=SILENCE):
+    if not wait_until(ready, until - began, describe, silence=SILENCE):
         # Without facts nothing is known; they also look at all disks. Another check may only be slow
-        return (failed if name == "facts" else warning)(
+        return (make_failure if name == "facts" else make_warning)(
             name,
             f"late: no answer within {limit:g} s, so nothing is known of it",
             f"deadline= waits longer ({limit:g} s now), which a busy machine needs; where it hangs for ever, try `df` "
@@ -58,9 +58,9 @@ def _late(name: str, work: Future[Any], until: float, limit: float) -> Finding |
             "server), and mend what hangs",
         )
     if (error := work.exception()) is not None:
-        return failed(name, f"the check itself failed: {error_text(error)}", "report it, with the whole line")
+        return make_failure(name, f"the check itself failed: {error_text(error)}", "report it, with the whole line")
     return None
 
 
-def _done(work: Future[Any], seconds: float) -> bool:
+def _is_done(work: Future[Any], seconds: float) -> bool:
     return bool(wait([work], seconds).done)

@@ -1,4 +1,4 @@
-"""Checks of what is around nrl on this host: what Ray has left, the hub of models, what sandboxes need."""
+"""Checks of services that nrl uses on this host: Ray, the hub of models, the sandbox."""
 
 import os
 import socket
@@ -9,31 +9,33 @@ from typing import Any
 
 from nrl.envs.sandbox import Limits, bubblewrap
 from nrl.errors import EnvError
-from nrl.ops.doctor.findings import Check, Finding, failed, note, ok, warning
+from nrl.ops.doctor.findings import Check, Finding, make_failure, make_note, make_ok, make_warning
 from nrl.ops.doctor.host_probe import look_at_hub
 from nrl.runtime.node.machine import Facts
 
-__all__ = ["SURROUNDINGS", "hub", "hub_judged", "ray", "sandbox", "sandbox_judged", "shared", "unwritable"]
+__all__ = ["SERVICES", "check_writable", "hub", "judge_hub", "judge_sandbox", "ray", "sandbox", "shared"]
 
-_KNOCKING = 2.0  # seconds for an answer of what is on this machine, or near
+_CONNECT_SECONDS = 2.0  # seconds for an answer of what is on this machine, or near
 
 
 def ray(facts: Facts) -> Iterator[Finding]:
-    """Whether a cluster runs here that ``cluster=auto`` would join, or only seems to."""
-    named = os.environ.get("RAY_ADDRESS")
-    if named:
-        yield note("ray", f"RAY_ADDRESS is {named}: cluster=ray and cluster=auto join that", address=named)
+    """Check whether the cluster that ``cluster=auto`` would join here still runs."""
+    address_set = os.environ.get("RAY_ADDRESS")
+    if address_set:
+        yield make_note(
+            "ray", f"RAY_ADDRESS is {address_set}: cluster=ray and cluster=auto join that", address=address_set
+        )
     file = Path(facts["folders"]["temporary"]["path"]) / "ray" / "ray_current_cluster"
     try:
         address = file.read_text().strip()
     except OSError:
-        yield ok("ray", f"no cluster has been started here ({file.parent} says so)", address=None)
+        yield make_ok("ray", f"no cluster has been started here ({file.parent} says so)", address=None)
         return
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCKING).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
     except (OSError, ValueError) as error:
-        yield warning(
+        yield make_warning(
             "ray",
             f"{file} says that a cluster runs at {address!r}, where nothing answers ({error})",
             f"rm {file}; until then cluster=auto finds no cluster there",
@@ -41,101 +43,107 @@ def ray(facts: Facts) -> Iterator[Finding]:
             stale=True,
         )
     else:
-        yield ok("ray", f"a cluster runs here, at {address}", address=address, stale=False)
+        yield make_ok("ray", f"a cluster runs here, at {address}", address=address, stale=False)
 
 
 def hub(facts: Facts) -> Iterator[Finding]:
-    """Whether models and data can be had from the hub; a token is looked for, and never shown."""
-    yield hub_judged(look_at_hub())
+    """Check that the hub of models answers; a token is looked for, and never shown."""
+    yield judge_hub(look_at_hub())
 
 
-def hub_judged(found: Mapping[str, Any]) -> Finding:
-    """Whether models and data can be had from the hub on a host, by `look_at_hub` of it."""
-    about = {name: found[name] for name in ("home", "token", "endpoint", "offline")}
-    said = f"HF_HOME is {found['home']}; {'a token is there' if found['token'] else 'no token'}"
-    if found["offline"]:
-        less = f"{', '.join(found['offline'])} is set, so only what is in the cache can be had"
-        return note("hub", f"{said}; {less}", **about)
-    if not found["reached"]:
-        return note(
+def judge_hub(hub_facts: Mapping[str, Any]) -> Finding:
+    """Judge whether a host can download models and data from the hub, by `look_at_hub`."""
+    values = {name: hub_facts[name] for name in ("home", "token", "endpoint", "offline")}
+    message = f"HF_HOME is {hub_facts['home']}; {'a token is there' if hub_facts['token'] else 'no token'}"
+    if hub_facts["offline"]:
+        reason = f"{', '.join(hub_facts['offline'])} is set, so only what is in the cache can be had"
+        return make_note("hub", f"{message}; {reason}", **values)
+    if not hub_facts["reached"]:
+        return make_note(
             "hub",
-            f"{said}; {found['endpoint']} does not answer ({found['why']})",
+            f"{message}; {hub_facts['endpoint']} does not answer ({hub_facts['why']})",
             "give models and data as folders, or fill the cache elsewhere; set HF_HUB_OFFLINE=1, so that nobody waits, "
             "or HF_ENDPOINT and HTTPS_PROXY, if there is a mirror or a proxy",
             reached=False,
-            **about,
+            **values,
         )
-    return ok("hub", f"{said}; {found['endpoint']} answers", reached=True, **about)
+    return make_ok("hub", f"{message}; {hub_facts['endpoint']} answers", reached=True, **values)
 
 
 def sandbox(facts: Facts) -> Iterator[Finding]:
-    """Whether programs that models write can be run in a sandbox."""
+    """Check that programs of models can be run in a sandbox."""
     try:
-        done = bubblewrap()(["python", "-c", "print(6 * 7)"], b"", {}, Limits(seconds=20.0, cpu_seconds=20.0))
+        run = bubblewrap()(["python", "-c", "print(6 * 7)"], b"", {}, Limits(seconds=20.0, cpu_seconds=20.0))
     except EnvError as error:
         text = str(error)
-        more = "only environments that run programs of models need it. " + (
-            "" if "install it" in text else _user_namespaces()
+        advice = "only environments that run programs of models need it. " + (
+            "" if "install it" in text else _advise_user_namespaces()
         )
-        yield note("sandbox", text, more.strip(), works=False)
+        yield make_note("sandbox", text, advice.strip(), works=False)
         return
-    if done.stdout.strip() == b"42":
-        yield ok("sandbox", f"bubblewrap works, {done.seconds:.1f} s for a program", works=True)
+    if run.stdout.strip() == b"42":
+        yield make_ok("sandbox", f"bubblewrap works, {run.seconds:.1f} s for a program", works=True)
     else:
-        wrote = done.stderr.decode(errors="replace").strip()[-200:]
-        yield warning("sandbox", f"a program in it fails: {done.status}, {wrote}", _user_namespaces(), works=False)
+        wrote = run.stderr.decode(errors="replace").strip()[-200:]
+        yield make_warning(
+            "sandbox", f"a program in it fails: {run.status}, {wrote}", _advise_user_namespaces(), works=False
+        )
 
 
-def sandbox_judged(found: Mapping[str, Any]) -> Finding:
-    """Whether the smallest sandbox runs on a host, by `nrl.ops.doctor.host_probe.look` of it."""
-    if not found["why"]:
-        return ok("sandbox", "bubblewrap works", works=True)
-    more = "only environments that run programs of models need it: `apt-get install bubblewrap` where it is missing, "
-    more += "and let the user, or the container, make user namespaces; `nrl doctor` on that host says what forbids them"
-    return note("sandbox", found["why"], more, works=False)
+def judge_sandbox(sandbox_facts: Mapping[str, Any]) -> Finding:
+    """Judge whether a minimal sandbox runs on a host, by `nrl.ops.doctor.host_probe.look_at_host`."""
+    if not sandbox_facts["why"]:
+        return make_ok("sandbox", "bubblewrap works", works=True)
+    advice = "only environments that run programs of models need it: `apt-get install bubblewrap` where it is missing, "
+    advice += (
+        "and let the user, or the container, make user namespaces; `nrl doctor` on that host says what forbids them"
+    )
+    return make_note("sandbox", sandbox_facts["why"], advice, works=False)
 
 
-def unwritable(folder: Path, mark: str) -> Finding | None:
-    """Why a folder that all hosts should see is not on this one; None: the file ``mark`` has been written into it."""
+def check_writable(folder: Path, mark: str) -> Finding | None:
+    """Write the file ``mark`` into a folder that all hosts should see; return a finding if this fails."""
     if not folder.is_dir():
-        there = "is no folder" if folder.exists() else "does not exist"
-        more = (
+        state = "is no folder" if folder.exists() else "does not exist"
+        advice = (
             "mend the path, or `mkdir -p` it once the common disk is mounted; it is not made for you: it might lie on "
         )
-        return failed("shared", f"{folder} {there}", f"{more}a disk of this host alone", path=str(folder))
+        return make_failure("shared", f"{folder} {state}", f"{advice}a disk of this host alone", path=str(folder))
     try:
         (folder / mark).write_bytes(b"")
     except OSError as error:
-        more = "let this user write there, or give another folder, for `out=` and checkpoints"
-        return failed("shared", f"{folder} cannot be written ({error.strerror})", more, path=str(folder))
+        advice = "let this user write there, or give another folder, for `out=` and checkpoints"
+        return make_failure("shared", f"{folder} cannot be written ({error.strerror})", advice, path=str(folder))
     return None
 
 
 def shared(folder: Path) -> Iterator[Finding]:
-    """Whether a folder that is meant for all hosts is on this one, and can be written."""
+    """Check that a folder that all hosts should see exists on this one, and can be written."""
     mark = f".doctor-{uuid.uuid4().hex}"
-    if wrong := unwritable(folder, mark):
-        yield wrong
+    if failure := check_writable(folder, mark):
+        yield failure
         return
     (folder / mark).unlink(missing_ok=True)
-    yield ok("shared", f"{folder} can be written; whether other hosts see it, cluster= finds out", path=str(folder))
+    yield make_ok(
+        "shared", f"{folder} can be written; whether other hosts see it, cluster= finds out", path=str(folder)
+    )
 
 
-def _user_namespaces() -> str:
-    """What keeps a user from having namespaces, as far as the kernel says."""
+def _advise_user_namespaces() -> str:
+    """Advise how to enable user namespaces, by the kernel's settings."""
     for name, bad in (
         ("kernel/unprivileged_userns_clone", "0"),
         ("kernel/apparmor_restrict_unprivileged_userns", "1"),
         ("user/max_user_namespaces", "0"),
     ):
         try:
-            found = (Path("/proc/sys") / name).read_text().strip()
+            value = (Path("/proc/sys") / name).read_text().strip()
         except OSError:
             continue
-        if found == bad:
-            return f"the kernel refuses user namespaces: sysctl {name.replace('/', '.')} is {found}, change it as root"
+        if value == bad:
+            return f"the kernel refuses user namespaces: sysctl {name.replace('/', '.')} is {value}, change it as root"
     return "let this user, or this container, make user namespaces (docker's --security-opt seccomp=unconfined, say)"
 
 
-SURROUNDINGS: tuple[Check, ...] = (ray, hub, sandbox)
-"""The checks of what is around nrl, in the order in which they are shown."""
+SERVICES: tuple[Check, ...] = (ray, hub, sandbox)
+"""The checks of services, in the order of display."""

@@ -1,5 +1,5 @@
-"""What a GPU would do in a training step, found out without one.
+"""The memory and the time of a training step on GPUs, estimated without one.
 
-`driven.drive` runs the real engine on fake CUDA tensors in a process of its own and counts; `closed` has formulas, and
-`gpus` has the numbers of devices, from which `gpus.estimate` makes a roofline.
+`simulate.simulate_step` runs the real engine on fake CUDA tensors in a process of its own and counts; `analytic` has
+closed forms, and `gpus` the data of devices, from which `gpus.estimate` makes a roofline.
 """

@@ -1,4 +1,4 @@
-"""``nrl plan``: what a training step needs on a GPU, found out without one."""
+"""``nrl plan``: estimate the memory and the time of a training step without a GPU."""
 
 import json
 import sys
@@ -13,15 +13,15 @@ from nrl.arguments import checked
 from nrl.backends.training.optim.optimizers import Optimizer
 from nrl.errors import ConfigError, ModelError
 from nrl.ops.plan.gpus import GPUS, Gpu
-from nrl.ops.plan.report import GIB, nearest_line, report, search_lines
+from nrl.ops.plan.report import GIB, describe_nearest, describe_search, print_report
 from nrl.runtime import Layout
 
-__all__ = ["Planning", "main", "undashed"]
+__all__ = ["Planning", "main", "strip_dashes"]
 
 _DRIVEN = 3
-"""How many of the layouts that a search ranks first are driven."""
+"""Number of the best layouts of a search that are simulated."""
 _UNABLE = ("fake CUDA tensors are tested with", "does not let a process change its tables")
-"""What is said where this torch, or this system, cannot be driven."""
+"""Parts of errors for a version of torch, or a system, that cannot be simulated."""
 _MOMENTS: Mapping[float, Literal["bfloat16"] | None] = {8.0: None, 4.0: "bfloat16"}
 """The moments of AdamW, by bytes for a parameter."""
 _positive = attrs.validators.ge(1)
@@ -30,7 +30,7 @@ _positive = attrs.validators.ge(1)
 @checked("plan")
 @attrs.frozen(kw_only=True)
 class Planning:
-    """What ``nrl plan`` reads.
+    """Settings of ``nrl plan``.
 
     Args:
         model: a folder with ``config.json``, such a file, a name on the Hugging Face hub, or a config itself.
@@ -79,41 +79,41 @@ class Planning:
     allowance: float = attrs.field(default=6.0, validator=attrs.validators.ge(0))
 
 
-def undashed(settings: Sequence[str]) -> list[str]:
-    """Settings, in which ``--gpu h100`` and ``--gpu=h100`` are ``gpu=h100``, and ``--search`` is ``search=true``.
+def strip_dashes(settings: Sequence[str]) -> list[str]:
+    """Rewrite ``--gpu h100`` and ``--gpu=h100`` as ``gpu=h100``, and ``--search`` as ``search=true``.
 
-    That is so for keys of `Planning`. Other options are left as they are, for `nrl.config.load` to explain.
+    This applies to keys of `Planning`. Other options stay as they are, for `nrl.config.load` to explain.
 
     Raises:
         ConfigError: a value is missing.
 
-    >>> undashed(["FOLDER", "--gpu", "h100", "--search", "--layout.tp=2"])
+    >>> strip_dashes(["FOLDER", "--gpu", "h100", "--search", "--layout.tp=2"])
     ['FOLDER', 'gpu=h100', 'search=true', 'layout.tp=2']
     """
     kinds = {field.alias: field.type for field in attrs.fields(Planning)}
-    found, left = list[str](), list(settings)
-    while left:
-        key, equals, value = left.pop(0).partition("=")
+    settings_found, remaining = list[str](), list(settings)
+    while remaining:
+        key, equals, value = remaining.pop(0).partition("=")
         name = key.removeprefix("--")
         if not key.startswith("--") or name.partition(".")[0] not in kinds:
-            found.append(key + equals + value)
+            settings_found.append(key + equals + value)
             continue
         if not equals and kinds[name.partition(".")[0]] is bool:
             value = "true"
         elif not equals:
-            if not left or left[0].startswith("-") or "=" in left[0]:
+            if not remaining or remaining[0].startswith("-") or "=" in remaining[0]:
                 raise ConfigError(f"plan: {key} has no value; write {name}=VALUE, or {key} VALUE")
-            value = left.pop(0)
-        found.append(f"{name}={value}")
-    return found
+            value = remaining.pop(0)
+        settings_found.append(f"{name}={value}")
+    return settings_found
 
 
-def main(cfg: Planning, given: Collection[str] = ()) -> None:
-    """Print the plan, or what a search found.
+def main(cfg: Planning, keys_set: Collection[str] = ()) -> None:
+    """Print the plan, or the results of a search.
 
     Args:
         cfg: of what.
-        given: the keys that somebody has set, as `nrl.config.given` has them; a search holds what they say.
+        keys_set: the keys that somebody has set, as `nrl.config.given_keys` has them; a search holds what they say.
 
     Raises:
         ConfigError: there is no such config, or the step fails.
@@ -122,7 +122,7 @@ def main(cfg: Planning, given: Collection[str] = ()) -> None:
     gpu, allowance = GPUS[cfg.gpu], cfg.allowance * GIB
     if cfg.rank >= cfg.layout.dp:
         raise ConfigError(f"plan: found rank={cfg.rank} of dp={cfg.layout.dp} processes; give one from 0 to the last")
-    from nrl.ops.plan.analytic import rows_of
+    from nrl.ops.plan.analytic import row_stats
     from nrl.ops.plan.simulate import Step
 
     optimizer, moments = _optimizer(cfg)
@@ -133,86 +133,88 @@ def main(cfg: Planning, given: Collection[str] = ()) -> None:
         )
     names = ("rank", "rows", "width", "shared", "max_tokens", "loss", "dtype", "checkpointing", "offload")
     step = Step(
-        _config(cfg.model), dp=cfg.layout.dp, capability=gpu.capability, memory=int(gpu.memory),
+        _read_config(cfg.model), dp=cfg.layout.dp, capability=gpu.capability, memory=int(gpu.memory),
         optimizer=optimizer, moments=moments, **{name: getattr(cfg, name) for name in names},
     )  # fmt: skip
-    rows_of(step)  # so that rows that there cannot be are refused before anything is driven
+    row_stats(step)  # Refuse impossible rows before the simulation.
     if cfg.search:
-        _search(cfg, step, gpu, allowance, frozenset(given))
+        _search(cfg, step, gpu, allowance, frozenset(keys_set))
         return
     layout = cfg.layout if cfg.trainer == "megatron" else None
     if layout is None and cfg.layout not in (Layout(cfg.layout.dp), Layout(cfg.layout.dp, shard=cfg.layout.dp)):
         raise ConfigError(
             f"plan: found {cfg.layout}; trainer=fsdp shards over dp alone, and all of it. Give trainer=megatron"
         )
-    found, driven = _counted(cfg, step, layout)
-    report(found, step, cfg.layout, gpu, allowance, driven)
-    from nrl.ops.plan.search import MOST, candidate, nearest
+    estimate, driven = _estimate(cfg, step, layout)
+    print_report(estimate, step, cfg.layout, gpu, allowance, driven)
+    from nrl.ops.plan.search import MAX_GPUS, find_nearest, make_candidate
 
-    asked = candidate(step, gpu, allowance, layout, found)
-    if asked.fits:
+    requested = make_candidate(step, gpu, allowance, layout, estimate)
+    if requested.fits:
         return
     try:
-        near = nearest(asked, gpu, allowance)
+        fitting = find_nearest(requested, gpu, allowance)
     except (ConfigError, ModelError) as error:
         print(f"the nearest layout that fits is not known: {error}")
     else:
-        print(nearest_line(near, max(MOST, cfg.layout.slots)))
+        print(describe_nearest(fitting, max(MAX_GPUS, cfg.layout.slots)))
 
 
 def _optimizer(cfg: Planning) -> tuple[Optimizer, float | None]:
-    """The optimizer of drives, and the bytes that it keeps for a parameter where these are all that is known."""
+    """Return the optimizer to simulate, and its bytes for a parameter, if they are all that is known."""
     if cfg.moments is not None and cfg.moments in _MOMENTS and cfg.optimizer.kind == "adamw":
         return attrs.evolve(cfg.optimizer, moments=_MOMENTS[cfg.moments]), None
     return cfg.optimizer, cfg.moments
 
 
-def _counted(cfg: Planning, step: Any, layout: Layout | None) -> tuple[dict[str, Any], bool]:
-    """What a step needs, and whether it was driven; where this torch cannot be, closed forms say it instead."""
+def _estimate(cfg: Planning, step: Any, layout: Layout | None) -> tuple[dict[str, Any], bool]:
+    """Estimate a step, and return whether it was simulated; closed forms stand in if this torch cannot be."""
     from nrl.ops.plan import fake_cuda
-    from nrl.ops.plan.analytic import closed
-    from nrl.ops.plan.analytic_megatron import closed_megatron
-    from nrl.ops.plan.simulate import drive
+    from nrl.ops.plan.analytic import estimate_step
+    from nrl.ops.plan.analytic_megatron import estimate_megatron
+    from nrl.ops.plan.simulate import simulate_step
 
     if layout is not None:
         print("closed forms of Megatron's trainer, which is not driven")
-        return closed_megatron(step, layout), False
+        return estimate_megatron(step, layout), False
     if not cfg.driven or step.moments is not None:
-        return closed(step), False
+        return estimate_step(step), False
     try:
         fake_cuda.check_torch()
         print("plan: driving two steps on fake tensors; ten seconds to minutes", file=sys.stderr, flush=True)
-        return drive(step), True
+        return simulate_step(step), True
     except ConfigError as error:
-        if not any(said in str(error) for said in _UNABLE):
+        if not any(text in str(error) for text in _UNABLE):
             raise
         print(f"{str(error).splitlines()[-1].strip()}\nso these are closed forms", *["of any process"] * (cfg.rank > 0))
-    return closed(step), False
+    return estimate_step(step), False
 
 
-def _search(cfg: Planning, step: Any, gpu: Gpu, allowance: float, given: frozenset[str]) -> None:
-    from nrl.ops.plan.search import AXES, candidate, layouts, ranked
+def _search(cfg: Planning, step: Any, gpu: Gpu, allowance: float, keys_set: frozenset[str]) -> None:
+    from nrl.ops.plan.search import AXES, list_layouts, make_candidate, rank
 
-    of_dp = not given.isdisjoint(("dp", "layout.dp"))
-    if "gpus" in given and not of_dp:  # so many rows for each of them
+    of_dp = not keys_set.isdisjoint(("dp", "layout.dp"))
+    if "gpus" in keys_set and not of_dp:  # The rows are per GPU.
         step = attrs.evolve(step, dp=cfg.gpus)
-    names = [axis for axis in AXES if f"layout.{axis}" in given and axis != "dp"]
-    held = {axis: getattr(cfg.layout, axis) for axis in (["dp"] if "gpus" in given and of_dp else []) + names}
-    held |= {name: getattr(cfg, name) for name in ("trainer", "checkpointing", "max_tokens") if name in given}
-    every = ranked(layouts(step, gpu, allowance, cfg.gpus, held))
-    best = [each for each in every if each.fits and each.trainer == "fsdp"][:_DRIVEN]
+    names = [axis for axis in AXES if f"layout.{axis}" in keys_set and axis != "dp"]
+    held = {axis: getattr(cfg.layout, axis) for axis in (["dp"] if "gpus" in keys_set and of_dp else []) + names}
+    held |= {name: getattr(cfg, name) for name in ("trainer", "checkpointing", "max_tokens") if name in keys_set}
+    ranked_candidates = rank(list_layouts(step, gpu, allowance, cfg.gpus, held))
+    best = [item for item in ranked_candidates if item.fits and item.trainer == "fsdp"][:_DRIVEN]
     driven = dict[int, Any]()
-    for each in best if cfg.driven else ():
-        found, was = _counted(cfg, each.step, None)
-        if was:
-            driven[id(each)] = candidate(each.step, gpu, allowance, counted=found)
-    what = f"{len(every)} layouts of {cfg.gpus} GPUs for {step.rows * step.dp} rows of {cfg.width} tokens"
-    for line in search_lines(what, every, best, driven, held, gpu, cfg.allowance):
+    for item in best if cfg.driven else ():
+        estimate, is_driven = _estimate(cfg, item.step, None)
+        if is_driven:
+            driven[id(item)] = make_candidate(item.step, gpu, allowance, counted=estimate)
+    subject = (
+        f"{len(ranked_candidates)} layouts of {cfg.gpus} GPUs for {step.rows * step.dp} rows of {cfg.width} tokens"
+    )
+    for line in describe_search(subject, ranked_candidates, best, driven, held, gpu, cfg.allowance):
         print(line)
 
 
-def _config(model: str | Mapping[str, Any]) -> dict[str, Any]:
-    """All fields of a config; no weights are read."""
+def _read_config(model: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Return all fields of a config; no weights are read."""
     from nrl.backends import Model
     from nrl.backends.models.loading import load_config
 
@@ -223,5 +225,5 @@ def _config(model: str | Mapping[str, Any]) -> dict[str, Any]:
             source = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(f"plan: model={model} has no config.json that can be read: {error}") from error
-    found: dict[str, Any] = load_config(Model(source))[0].to_dict()
-    return {name: value for name, value in found.items() if name not in ("dtype", "torch_dtype")}
+    fields: dict[str, Any] = load_config(Model(source))[0].to_dict()
+    return {name: value for name, value in fields.items() if name not in ("dtype", "torch_dtype")}

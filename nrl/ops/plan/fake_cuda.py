@@ -1,7 +1,7 @@
-"""A CUDA that is not there: what of torch is replaced, so that it takes fake tensors for those of a GPU.
+"""A fake CUDA: replacements for parts of torch, so that it treats fake tensors as tensors of a GPU.
 
-`install` changes the process for good, so it is called in a process of its own. All that is replaced is torch's, and
-it is replaced here, but for the storages that `nrl.ops.plan.op_counter` watches.
+`install` changes the process permanently, so it is called in a process of its own. All replacements of torch are in
+this module, except the storages that `nrl.ops.plan.op_counter` watches.
 """
 
 import contextlib
@@ -20,17 +20,17 @@ from torch import Tensor, nn
 
 from nrl.errors import ConfigError
 
-__all__ = ["SLOTS", "Others", "another", "check_torch", "choose_attention", "install"]
+__all__ = ["SLOTS", "OtherRanks", "as_rank", "check_torch", "choose_attention", "install"]
 
 SLOTS = {"2.13": 4}
 """By version of torch with which this file was tested: the slot of ``CUDAHooks::hasPrimaryContext`` in its table."""
 _TORCH = str(Path(torch.__file__).parent)
-_KEPT: list[Any] = []
+_KEEP_ALIVE: list[Any] = []
 _ATEN: Any = torch.ops.aten
 
 
 def check_torch(version: str = torch.__version__) -> int:
-    """The slot of this version of torch.
+    """Return the slot of this version of torch.
 
     Raises:
         ConfigError: this file was not tested with it.
@@ -44,29 +44,29 @@ def check_torch(version: str = torch.__version__) -> int:
     )
 
 
-class Others:
-    """What other processes say in collectives of objects.
+class OtherRanks:
+    """Stand-ins for the other processes in collectives of objects.
 
     Attributes:
         says: called with a rank, and with what this process says; at first each says the same.
     """
 
     def __init__(self) -> None:
-        self.says: Callable[[int, Any], Any] = lambda rank, value: value
+        self.reply: Callable[[int, Any], Any] = lambda rank, value: value
 
-    def gather(self, found: list[Any], value: Any, group: Any = None) -> None:
-        """As ``torch.distributed.all_gather_object``."""
-        found[:] = [value if at == dist.get_rank() else self.says(at, value) for at in range(len(found))]
+    def gather(self, values: list[Any], value: Any, group: Any = None) -> None:
+        """Replace ``torch.distributed.all_gather_object``."""
+        values[:] = [value if index == dist.get_rank() else self.reply(index, value) for index in range(len(values))]
 
     def broadcast(self, box: list[Any], group: Any = None, group_src: int = 0) -> None:
-        """As ``torch.distributed.broadcast_object_list``."""
+        """Replace ``torch.distributed.broadcast_object_list``."""
         if group_src != dist.get_rank():
-            box[:] = [self.says(group_src, value) for value in box]
+            box[:] = [self.reply(group_src, value) for value in box]
 
 
 def install(
     capability: tuple[int, int], memory: int, waited: Callable[[str], None], world: int = 1, rank: int = 0
-) -> Others:
+) -> OtherRanks:
     """Change this process so that CUDA seems to be there, and a process group of any size.
 
     Args:
@@ -82,27 +82,27 @@ def install(
     Raises:
         ConfigError: this version of torch was not tested.
     """
-    _no_primary_context(check_torch())
+    _hide_primary_context(check_torch())
     torch.autograd.set_multithreading_enabled(False)
     torch._C._ensureCUDADeviceGuardSet()
-    _stub(capability, memory, waited)
+    _stub_cuda(capability, memory, waited)
     # A real parameter that is moved becomes a fake one, tied ones once. Fake tensors have weak references to all others
     torch.__future__.set_swap_module_params_on_conversion(True)
     torch.utils.weakref = SimpleNamespace(getweakrefs=lambda tensor: [])  # type: ignore[assignment,attr-defined]
-    _fully_shard_makes_new_parameters()
-    importlib.import_module("torch.distributed._tools.fake_collectives")  # which registers them
+    _patch_fully_shard()
+    importlib.import_module("torch.distributed._tools.fake_collectives")  # The import registers the collectives.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    others = Others()
-    dist.all_gather_object = others.gather  # type: ignore[assignment]
-    dist.broadcast_object_list = others.broadcast  # type: ignore[assignment]
-    return others
+    ranks = OtherRanks()
+    dist.all_gather_object = ranks.gather  # type: ignore[assignment]
+    dist.broadcast_object_list = ranks.broadcast  # type: ignore[assignment]
+    return ranks
 
 
 @contextlib.contextmanager
-def another(rank: int) -> Iterator[None]:
-    """In the block this process has the place of another in each mesh of one axis, and its parts, without memory."""
+def as_rank(rank: int) -> Iterator[None]:
+    """Act as another rank in the block: in each mesh of one axis, with its shards, without memory."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as part
@@ -112,12 +112,12 @@ def another(rank: int) -> Iterator[None]:
             part(tensor.shape, tensor.device_mesh, tensor.placements)[0], dtype=tensor.dtype, device="meta"
         )
 
-    places: dict[str, Any] = {
+    methods: dict[str, Any] = {
         "get_coordinate": lambda mesh: (rank,),
         "_sym_get_coordinate": lambda mesh, axis: rank,
         "get_local_rank": lambda mesh, axis=None: rank,
     }
-    replaced = [(DeviceMesh, name, new) for name, new in places.items()] + [(DTensor, "to_local", local)]
+    replaced = [(DeviceMesh, name, new) for name, new in methods.items()] + [(DTensor, "to_local", local)]
     before = [getattr(owner, name) for owner, name, _ in replaced]
     for owner, name, new in replaced:
         setattr(owner, name, new)
@@ -128,21 +128,21 @@ def another(rank: int) -> Iterator[None]:
             setattr(owner, name, old)
 
 
-def _no_primary_context(slot: int) -> None:
-    """Autograd asks for a primary context, which raises without a driver: it is told that there is none."""
+def _hide_primary_context(slot: int) -> None:
+    """Report that there is no primary context: autograd's query would raise without a driver."""
     library = ctypes.CDLL(f"{_TORCH}/lib/libtorch_cpu.so")
     hooks = library._ZN2at6detail12getCUDAHooksEv
     hooks.restype = ctypes.c_void_p
     table = ctypes.cast(hooks(), ctypes.POINTER(ctypes.c_void_p))[0] or 0
     no = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_byte)(lambda self, index: False)
-    _KEPT.append(no)
-    page, place = os.sysconf("SC_PAGE_SIZE"), table + 8 * slot
-    if ctypes.CDLL(None).mprotect(ctypes.c_void_p(place & -page), ctypes.c_size_t(2 * page), 3):
+    _KEEP_ALIVE.append(no)
+    page, entry = os.sysconf("SC_PAGE_SIZE"), table + 8 * slot
+    if ctypes.CDLL(None).mprotect(ctypes.c_void_p(entry & -page), ctypes.c_size_t(2 * page), 3):
         raise ConfigError("plan: this system does not let a process change its tables; use driven=false")
-    ctypes.cast(place, ctypes.POINTER(ctypes.c_void_p))[0] = ctypes.cast(no, ctypes.c_void_p).value
+    ctypes.cast(entry, ctypes.POINTER(ctypes.c_void_p))[0] = ctypes.cast(no, ctypes.c_void_p).value
 
 
-def _stub(capability: tuple[int, int], memory: int, waited: Callable[[str], None]) -> None:
+def _stub_cuda(capability: tuple[int, int], memory: int, waited: Callable[[str], None]) -> None:
     class Event:
         def __init__(self, *args: Any, **kwargs: Any) -> None: ...
         def record(self, stream: Any = None) -> "Event":
@@ -202,31 +202,33 @@ def _stub(capability: tuple[int, int], memory: int, waited: Callable[[str], None
     Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign,assignment]
 
 
-def _fully_shard_makes_new_parameters() -> None:
-    """It sets ``.data`` to move a parameter to the device, and a real one cannot hold a fake tensor."""
+def _patch_fully_shard() -> None:
+    """Let ``fully_shard`` make new parameters: it sets ``.data``, and a real parameter cannot hold a fake tensor."""
     from torch.distributed.fsdp._fully_shard import _fsdp_init as init
 
     managed = init._get_managed_states
 
-    def moved(modules: list[nn.Module], *args: Any) -> Any:
-        made: dict[int, Tensor] = {}
+    def move_to_cuda(modules: list[nn.Module], *args: Any) -> Any:
+        moved_parameters: dict[int, Tensor] = {}
         for module in modules:
             for states in (module._parameters, module._buffers):
                 for name, old in states.items():
                     if old is None or old.device.type != "cpu":
                         continue
-                    if id(old) not in made:
+                    if id(old) not in moved_parameters:
                         new = old.detach().to("cuda")
-                        made[id(old)] = nn.Parameter(new, old.requires_grad) if states is module._parameters else new
-                    _KEPT.append(old)  # so that no other gets its id
-                    states[name] = made[id(old)]  # type: ignore[assignment]
+                        moved_parameters[id(old)] = (
+                            nn.Parameter(new, old.requires_grad) if states is module._parameters else new
+                        )
+                    _KEEP_ALIVE.append(old)  # Its id must stay unique.
+                    states[name] = moved_parameters[id(old)]  # type: ignore[assignment]
         return managed(modules, *args)
 
-    init._get_managed_states = moved  # type: ignore[assignment]
+    init._get_managed_states = move_to_cuda  # type: ignore[assignment]
 
 
 def choose_attention(capability: tuple[int, int], kernels: Counter[str]) -> None:
-    """Call the attention kernel that a GPU would take, which torch does not choose without a driver.
+    """Call the attention kernel that a GPU would use, which torch does not choose without a driver.
 
     Args:
         capability: of the device.
@@ -238,24 +240,24 @@ def choose_attention(capability: tuple[int, int], kernels: Counter[str]) -> None
         is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
         half = q.dtype in (torch.bfloat16, torch.float16)
-        found: Any
+        result: Any
         if half and capability >= (9, 0):
             kernels["cudnn" if attn_mask is None else "cudnn with a dense mask"] += 1
             op = _ATEN._scaled_dot_product_cudnn_attention
-            found = op(q, k, v, attn_mask, True, 0.0, is_causal, False, scale=scale)
+            result = op(q, k, v, attn_mask, True, 0.0, is_causal, False, scale=scale)
         elif half and attn_mask is None:
             kernels["flash"] += 1
-            found = _ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)
+            result = _ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)
         elif not enable_gqa:
             kernels["memory-efficient"] += 1
             op = _ATEN._scaled_dot_product_efficient_attention
-            found = op(q, k, v, attn_mask, True, 0.0, is_causal, scale=scale)
+            result = op(q, k, v, attn_mask, True, 0.0, is_causal, scale=scale)
         else:
             kernels["math, which keeps all scores"] += 1
             op = _ATEN._scaled_dot_product_attention_math
-            found = op(q, k, v, attn_mask, 0.0, is_causal, None, scale=scale, enable_gqa=enable_gqa)
-        return found[0]  # type: ignore[no-any-return]
+            result = op(q, k, v, attn_mask, 0.0, is_causal, None, scale=scale, enable_gqa=enable_gqa)
+        return result[0]  # type: ignore[no-any-return]
 
     library = torch.library.Library("aten", "IMPL")
     library.impl("scaled_dot_product_attention", attend, "AutogradCUDA")
-    _KEPT.append(library)
+    _KEEP_ALIVE.append(library)

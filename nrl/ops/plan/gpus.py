@@ -1,4 +1,4 @@
-"""The numbers of devices, and an estimate of a step's speed, which nobody has measured.
+"""Data of devices, and an estimate of a step's speed, which was not measured.
 
 Numbers are those of the makers' data sheets: NVIDIA A100 80GB SXM (2021), H100 SXM and H200 (2024), and B200 in the
 HGX data sheet (2025). Products are dense, in bfloat16. The network is that of NVIDIA's DGX user guides: eight adapters
@@ -63,7 +63,7 @@ _MACHINE = 8
 
 
 def estimate(counted: Mapping[str, Any], gpu: Gpu, tokens: float, devices: int = 8) -> dict[str, float]:
-    """A roofline of a step: its products, its collectives and its moments, none of them at once with another.
+    """Estimate a step by a roofline of its products, its collectives and its moments, without overlap.
 
     Of attention's squares it takes half, as a causal kernel does. A collective of N bytes takes ``N / link`` within a
     machine. Beyond it is a ring through as many adapters as it has ranks in each machine, ``N / min(link, ranks
@@ -72,9 +72,9 @@ def estimate(counted: Mapping[str, Any], gpu: Gpu, tokens: float, devices: int =
     the time of an optimizer there is left out.
 
     Args:
-        counted: of `nrl.ops.plan.simulate.drive`, or closed forms. With ``pipeline`` it is of each kind of stage,
-            with how many there are; with ``rings`` it says of collectives over how many ranks they reach, and how far
-            their ranks are apart.
+        counted: the result of `nrl.ops.plan.simulate.simulate_step`, or of closed forms. ``pipeline`` has it for each
+            kind of stage, with the number of such stages; ``rings`` has the number of ranks of each collective, and
+            the distance between them.
         gpu: the device.
         tokens: of the process's batch.
         devices: among which collectives are whose ring is not given.
@@ -85,23 +85,23 @@ def estimate(counted: Mapping[str, Any], gpu: Gpu, tokens: float, devices: int =
         what is computed again.
     """
     stages = counted.get("pipeline", [(1, counted)])
-    seconds = max(_seconds(stage, gpu, devices) for _, stage in stages)
-    most = gpu.flops * seconds * sum(times for times, _ in stages)
+    seconds = max(_estimate_seconds(stage, gpu, devices) for _, stage in stages)
+    capacity = gpu.flops * seconds * sum(times for times, _ in stages)
     return {
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
-        "hfu": sum(times * _products(stage["flops"])[0] for times, stage in stages) / most,
-        "mfu": sum(times * stage["model"] for times, stage in stages) / most,
+        "hfu": sum(times * _split_products(stage["flops"])[0] for times, stage in stages) / capacity,
+        "mfu": sum(times * stage["model"] for times, stage in stages) / capacity,
     }
 
 
-def _seconds(counted: Mapping[str, Any], gpu: Gpu, devices: int) -> float:
-    fast, slow = _products(counted["flops"])
+def _estimate_seconds(counted: Mapping[str, Any], gpu: Gpu, devices: int) -> float:
+    fast, slow = _split_products(counted["flops"])
     moved = 2 * (counted["parameters"] + counted["moments"]) + counted["gradients"]  # read and written; gradients read
     rings: Mapping[str, tuple[int, int]] = counted.get("rings", {})
     # To add numbers up everywhere is to scatter sums, and to gather them
     sent = sum(
-        size * (1 + (name == "all_reduce")) / _way(gpu, *rings.get(name, (devices, 1)))
+        size * (1 + (name == "all_reduce")) / _ring_rate(gpu, *rings.get(name, (devices, 1)))
         for name, size in counted["collectives"].items()
     )
     working = (fast / gpu.flops + slow / gpu.float32) / (1 - counted.get("bubble", 0.0))
@@ -110,18 +110,18 @@ def _seconds(counted: Mapping[str, Any], gpu: Gpu, devices: int) -> float:
     return seconds
 
 
-def _products(flops: Mapping[str, float]) -> tuple[float, float]:
-    """Products in bfloat16, with half of attention's squares; and those in float32."""
+def _split_products(flops: Mapping[str, float]) -> tuple[float, float]:
+    """Return the products in bfloat16, with half of attention's squares, and the products in float32."""
     slow = flops.get("float32", 0.0)
     return sum(flops.values()) - slow - flops.get("attention", 0.0) / 2, slow
 
 
-def _way(gpu: Gpu, span: int, stride: int) -> float:
-    """Bytes a second of a ring over ``span`` ranks, each ``stride`` after the one before.
+def _ring_rate(gpu: Gpu, span: int, stride: int) -> float:
+    """Return the bytes a second of a ring over ``span`` ranks at a distance of ``stride``.
 
     >>> h100 = GPUS["h100"]
-    >>> [_way(h100, *ring) / 1e9 for ring in ((8, 1), (8, 4), (64, 1), (64, 4), (64, 8))]
+    >>> [_ring_rate(h100, *ring) / 1e9 for ring in ((8, 1), (8, 4), (64, 1), (64, 4), (64, 8))]
     [450.0, 450.0, 400.0, 100.0, 50.0]
     """
-    here = math.gcd(span, _MACHINE)  # in the machine that has the fewest of them
-    return gpu.link if here == span else min(gpu.link, max(1, here // stride) * gpu.network)
+    in_machine = math.gcd(span, _MACHINE)  # ranks in the machine with the fewest
+    return gpu.link if in_machine == span else min(gpu.link, max(1, in_machine // stride) * gpu.network)

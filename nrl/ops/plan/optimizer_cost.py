@@ -1,4 +1,4 @@
-"""Closed forms of an optimizer: the bytes that it keeps, and what Muon computes and holds in a step."""
+"""Closed forms of an optimizer: the bytes of its state, and Muon's products and memory in a step."""
 
 from collections.abc import Iterator
 
@@ -6,14 +6,14 @@ from nrl.backends.training.optim.optimizers import Optimizer
 from nrl.errors import ConfigError
 from nrl.ops.plan.shapes import Shape
 
-__all__ = ["kept_bytes", "of_megatron", "orthogonalised", "orthogonalising"]
+__all__ = ["is_megatrons", "muon_flops", "muon_update_bytes", "state_bytes"]
 
 _STEPS = 5
 """Of Newton-Schulz."""
 
 
-def kept_bytes(model: Shape, optimizer: Optimizer) -> float:
-    """Bytes that the optimizer keeps of all parameters.
+def state_bytes(model: Shape, optimizer: Optimizer) -> float:
+    """Return the bytes of the optimizer's state for all parameters.
 
     AdamW has two numbers of each, in float32 or bfloat16; SGD has one with a momentum, else none; Muon one of matrices
     in layers, and AdamW's of all else.
@@ -28,33 +28,33 @@ def kept_bytes(model: Shape, optimizer: Optimizer) -> float:
             return (4.0 if optimizer.momentum else 0.0) * model.parameters
         case "muon" if all(group.muon for group in optimizer.groups):
             return 4.0 * model.matrices + 8.0 * (model.parameters - model.matrices)
-    why = "of one's own" if optimizer.kind == "own" else "muon with groups that keep Muon away"
+    kind = "of one's own" if optimizer.kind == "own" else "muon with groups that keep Muon away"
     raise ConfigError(
-        f"plan: found an optimizer {why}, of which closed forms do not know what it keeps; give moments=, its bytes "
+        f"plan: found an optimizer {kind}, of which closed forms do not know what it keeps; give moments=, its bytes "
         "for a parameter"
     )
 
 
-def of_megatron(optimizer: Optimizer) -> bool:
-    """Whether Megatron's trainer has it: AdamW in float32, without groups."""
+def is_megatrons(optimizer: Optimizer) -> bool:
+    """Return whether Megatron's trainer has this optimizer: AdamW in float32, without groups."""
     return optimizer.kind == "adamw" and optimizer.moments != "bfloat16" and not optimizer.groups
 
 
-def orthogonalised(model: Shape, optimizer: Optimizer) -> float:
-    """Bytes of Muon's updates of all matrices, which are there at once, in float32."""
+def muon_update_bytes(model: Shape, optimizer: Optimizer) -> float:
+    """Return the bytes of Muon's updates of all matrices, which exist at once, in float32."""
     return 4.0 * model.matrices if optimizer.kind == "muon" else 0.0
 
 
-def orthogonalising(model: Shape, optimizer: Optimizer) -> dict[str, float]:
-    """Products of Muon's Newton-Schulz, by dtype: ``5 (4 m^2 n + 2 m^3)`` for each matrix of m <= n rows or columns."""
+def muon_flops(model: Shape, optimizer: Optimizer) -> dict[str, float]:
+    """Return Newton-Schulz' products by dtype: ``5 (4 m^2 n + 2 m^3)`` for a matrix of m <= n rows or columns."""
     if optimizer.kind != "muon":
         return {}
-    flops = sum(_STEPS * (4.0 * m * m * n + 2.0 * m**3) for m, n in map(sorted, _matrices(model)))
+    flops = sum(_STEPS * (4.0 * m * m * n + 2.0 * m**3) for m, n in map(sorted, _iter_matrices(model)))
     return {optimizer.precision or "float32": flops}
 
 
-def _matrices(model: Shape) -> Iterator[tuple[int, int]]:
-    """The shape of each matrix in layers."""
+def _iter_matrices(model: Shape) -> Iterator[tuple[int, int]]:
+    """Yield the shape of each matrix in layers."""
     d = model.hidden
     attention = [(model.queries, d), (model.keys, d), (model.keys, d), (d, model.queries)]
     yield from attention * model.layers

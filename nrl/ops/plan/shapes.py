@@ -1,4 +1,4 @@
-"""The shape of a Transformer, read from its config: what closed forms know of a model."""
+"""The shape of a Transformer, read from its config, for closed forms."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ import attrs
 
 from nrl.errors import ModelError
 
-__all__ = ["FAMILIES", "Shape", "shape"]
+__all__ = ["FAMILIES", "Shape", "read_shape"]
 
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """The types of models whose layers closed forms describe."""
@@ -101,11 +101,11 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """All of them."""
+        """Total number of parameters."""
         return self.in_layers + self.outside
 
     @property
-    def used(self) -> int:
+    def active_weights(self) -> int:
         """Weights of matrices in layers that a token is multiplied with, those of the experts that it is sent to."""
         experts = 3 * self.hidden * self.expert * self.chosen + self.hidden * self.experts
         plain = 3 * self.hidden * self.intermediate
@@ -120,8 +120,8 @@ def _first(config: Mapping[str, Any], *names: str) -> Any:
     raise ModelError(f"plan: the config of this {config['model_type']} model has no {' or '.join(names)}; give it")
 
 
-def shape(config: Mapping[str, Any]) -> Shape:
-    """The shape that a transformers config describes.
+def read_shape(config: Mapping[str, Any]) -> Shape:
+    """Read the shape of a model from a transformers config.
 
     Args:
         config: all of its fields, with ``model_type``; of those that transformers fills in, ``head_dim`` may be absent.
@@ -141,8 +141,8 @@ def shape(config: Mapping[str, Any]) -> Shape:
     d, heads, layers = config["hidden_size"], config["num_attention_heads"], config["num_hidden_layers"]
     head = config.get("head_dim") or d // heads
     groups = config.get("num_key_value_heads") or heads
-    every = bool(config.get("attention_bias"))
-    biases = head * (heads + 2 * groups) if every or kind == "qwen2" else 0
+    has_biases = bool(config.get("attention_bias"))
+    biases = head * (heads + 2 * groups) if has_biases or kind == "qwen2" else 0
     if kind == "llama" and config.get("mlp_bias"):
         biases += 2 * config["intermediate_size"] + d
     experts = {}
@@ -158,6 +158,7 @@ def shape(config: Mapping[str, Any]) -> Shape:
         }
     return Shape(
         d, layers, heads, groups, head, config["intermediate_size"], config["vocab_size"],
-        bool(config.get("tie_word_embeddings", False)), kind in ("qwen3", "qwen3_moe"), biases + (d if every else 0),
+        bool(config.get("tie_word_embeddings", False)), kind in ("qwen3", "qwen3_moe"),
+        biases + (d if has_biases else 0),
         **experts,
     )  # fmt: skip

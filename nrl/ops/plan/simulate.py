@@ -19,7 +19,7 @@ from nrl.backends.fsdp.torch_engine import TorchEngine
 from nrl.backends.fsdp.torch_state import TorchState
 from nrl.backends.models import lora
 from nrl.backends.training import worker
-from nrl.backends.training.layout.packed_attention import packing_on
+from nrl.backends.training.layout.packed_attention import choose_packing
 from nrl.backends.training.loss.loss_terms import global_weights
 from nrl.backends.training.optim.lr_schedule import Schedule
 from nrl.backends.training.optim.optimizers import Optimizer
@@ -31,10 +31,10 @@ from nrl.batch.prefixes import microbatches_by_prefix
 from nrl.errors import ConfigError
 from nrl.ops.plan import fake_cuda
 from nrl.ops.plan.gpus import GPUS
-from nrl.ops.plan.op_counter import Counting
-from nrl.runtime.mesh.current_process import Process, entered
+from nrl.ops.plan.op_counter import OpCounter
+from nrl.runtime.mesh.current_process import Process, enter_process
 
-__all__ = ["LOSSES", "Step", "drive", "rows"]
+__all__ = ["LOSSES", "Step", "make_rows", "simulate_step"]
 
 LOSSES: Mapping[str, Loss] = {"grpo": grpo_loss, "sft": sft_loss}
 
@@ -79,7 +79,7 @@ class Step:
     memory: int = int(GPUS["h100"].memory)
 
 
-def drive(step: Step) -> dict[str, Any]:
+def simulate_step(step: Step) -> dict[str, Any]:
     """Drive the second of two steps in a process of its own, and count.
 
     Returns:
@@ -108,17 +108,19 @@ def drive(step: Step) -> dict[str, Any]:
         )
     processes = multiprocessing.get_context("forkserver")  # it imports once what each drive needs
     processes.set_forkserver_preload(["nrl.ops.plan.simulate", "transformers.models.qwen3.modeling_qwen3"])
-    shipped = attrs.evolve(step, optimizer=attrs.evolve(step.optimizer, schedule=Schedule()))  # which may be a function
+    shipped = attrs.evolve(
+        step, optimizer=attrs.evolve(step.optimizer, schedule=Schedule())
+    )  # A schedule may be a function.
     try:
-        with ProcessPoolExecutor(1, processes) as alone:
-            return alone.submit(_here, shipped).result()
+        with ProcessPoolExecutor(1, processes) as pool:
+            return pool.submit(_simulate_here, shipped).result()
     except Exception as error:
         cause = str(error.__cause__ or error).strip('"\n')  # the traceback over there
         raise ConfigError("plan: the step failed on fake tensors:\n" + "\n".join(cause.splitlines()[-8:])) from error
 
 
-def rows(step: Step) -> Batch:
-    """A batch of the step's shape."""
+def make_rows(step: Step) -> Batch:
+    """Make a batch of the step's shape."""
     torch.manual_seed(0)
     shape = step.rows, step.width
     ids = torch.randint(1, step.model["vocab_size"], shape)
@@ -130,51 +132,59 @@ def rows(step: Step) -> Batch:
         "rollout_logprobs": -torch.rand(shape), "old_logprobs": -torch.rand(shape), "advantages": torch.randn(shape),
         "group_ids": torch.zeros(step.rows, dtype=torch.int64),
     }  # fmt: skip
-    made: Batch = Batch(columns, batch_size=[step.rows]).lock_()
-    return made
+    batch: Batch = Batch(columns, batch_size=[step.rows]).lock_()
+    return batch
 
 
-def _bytes(tensors: Any, device: str = "cuda") -> int:
+def _num_bytes(tensors: Any, device: str = "cuda") -> int:
     local = [getattr(x, "_local_tensor", x) for x in tensors if isinstance(x, Tensor)]
     return sum(x.numel() * x.element_size() for x in local if x.device.type == device)
 
 
-def _moments(state: TorchState) -> Iterator[Any]:
-    return (x for each in state.optimizer.state.values() for x in each.values())
+def _iter_moments(state: TorchState) -> Iterator[Any]:
+    return (x for moments_of_parameter in state.optimizer.state.values() for x in moments_of_parameter.values())
 
 
-def _here(step: Step) -> dict[str, Any]:
-    """In a process of its own."""
+def _simulate_here(step: Step) -> dict[str, Any]:
+    """Simulate a step in a process of its own."""
     warnings.simplefilter("ignore")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for any
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for GPUs
     torch.set_num_threads(1)
-    counting, kernels = Counting(bool(step.offload)), Counter[str]()
-    others = fake_cuda.install(step.capability, step.memory, counting.waited, step.dp, step.rank)
+    counting, kernels = OpCounter(bool(step.offload)), Counter[str]()
+    ranks = fake_cuda.install(step.capability, step.memory, counting.count_wait, step.dp, step.rank)
     mesh = None
     if step.dp > 1 or step.offload:
         mesh = torch.distributed.device_mesh.init_device_mesh("cuda", (step.dp,), mesh_dim_names=("dp",))
     model = Model(dict(step.model), dtype=step.dtype)
     device = torch.device("cuda:0")
-    packing = packing_on(device, Rectangles, step.dtype, "plan")
+    packing = choose_packing(device, Rectangles, step.dtype, "plan")
     engine = TorchEngine(
-        model, step.optimizer, packing, step.checkpointing, False, device, mesh, step.offload, lora.unfilled
+        model,
+        step.optimizer,
+        packing,
+        step.checkpointing,
+        False,
+        device,
+        mesh,
+        step.offload,
+        lora.build_without_weights,
     )
-    batch, loss = rows(step), LOSSES[step.loss]
+    batch, loss = make_rows(step), LOSSES[step.loss]
     # The sums of weights that come from the device are ones, from each process
     weights = dict.fromkeys(global_weights(loss, batch), float(step.dp))
     parts = list(microbatches_by_prefix(batch, max_tokens=step.max_tokens))
     fake_cuda.choose_attention(step.capability, kernels)
     stages: dict[str, Any] = {}
 
-    gradients = dict[int, int]()  # of the process's own part, when the optimizer has them
-    needed = dict[str, float]()  # by the model, before the optimizer
+    gradients = dict[int, int]()  # gradients of the process's own shard, at the optimizer's step
+    needed = dict[str, float]()  # products of the model, before the optimizer
 
     def ready(optimizer: Any, *_: Any) -> None:
-        every = (x.grad for group in optimizer.param_groups for x in group["params"] if x.grad is not None)
-        local = [getattr(x, "_local_tensor", x) for x in every]
+        gradients_found = (x.grad for group in optimizer.param_groups for x in group["params"] if x.grad is not None)
+        local = [getattr(x, "_local_tensor", x) for x in gradients_found]
         if not gradients:  # Muon has another optimizer within, which comes later
-            needed["model"] = counting.of_model()
-        gradients.update(counting.born(x for x in local if x.device.type == "cuda"))
+            needed["model"] = counting.model_flops()
+        gradients.update(counting.bytes_by_birth(x for x in local if x.device.type == "cuda"))
 
     def stage(name: str, act: Callable[[], Any]) -> dict[str, Any]:
         counting.forget()
@@ -184,13 +194,13 @@ def _here(step: Step) -> dict[str, Any]:
         stages[name] = {
             "held": counting.now,
             "peak": counting.peak,
-            "peak_at": counting.at,
+            "peak_at": counting.peak_line,
             "collectives": dict(counting.sent),
             "copied": dict(counting.copied),
             "waits": [[kind, line, count] for (kind, line), count in counting.waits.items()],
         }
         return {
-            "at_peak": {"gradients": counting.at_the_peak(gradients), "log-probabilities": counting.head_then},
+            "at_peak": {"gradients": counting.bytes_at_peak(gradients), "log-probabilities": counting.head_then},
             "logprobs": counting.head_most,
             "flops": dict(counting.flops),
             "float32_products": dict(counting.products),
@@ -199,63 +209,63 @@ def _here(step: Step) -> dict[str, Any]:
         }
 
     register_optimizer_step_pre_hook(ready)
-    with counting, entered(Process(step.rank, step.dp, mesh)):
+    with counting, enter_process(Process(step.rank, step.dp, mesh)):
         state = engine.init()
         engine.train(state, loss, parts, weights)  # it makes the moments
         stage("forward", lambda: engine.forward(state.module, parts, frozenset({"logprobs"})))
-        found = stage("train", lambda: engine.train(state, loss, parts, weights))
+        train_stage = stage("train", lambda: engine.train(state, loss, parts, weights))
         parameters = list(state.module.parameters())
-        held = _bytes(parameters)
-        moments, host = (_bytes(_moments(state), device) for device in ("cuda", "cpu"))
+        held = _num_bytes(parameters)
+        moments, host = (_num_bytes(_iter_moments(state), device) for device in ("cuda", "cpu"))
         if not step.offload:
-            stage("publish", lambda: _publish(engine, state, step, others))
+            stage("publish", lambda: _read_all_weights(engine, state, step, ranks))
             stage("save", lambda: _save(engine, state))
-            stage("rest", state.rest)
-            stage("wake", state.wake)
-    return found | {
+            stage("rest", state.offload)
+            stage("wake", state.onload)
+    return train_stage | {
         **{name: stages["train"][name] for name in ("peak", "peak_at", "collectives", "copied", "waits")},
         "parameters": held,
         "moments": moments,
         "gradients": held,
         **needed,
-        "host": 2 * _bytes(parameters, "cpu") + host if step.offload else 0,
-        "activations": stages["train"]["peak"] - held - moments - sum(found["at_peak"].values()),
+        "host": 2 * _num_bytes(parameters, "cpu") + host if step.offload else 0,
+        "activations": stages["train"]["peak"] - held - moments - sum(train_stage["at_peak"].values()),
         "microbatches": len(parts),
         "count": sum(x.numel() for x in parameters),
         "stages": stages,
     }
 
 
-class _Said(BaseException):
-    """What a process says."""
+class _Reply(BaseException):
+    """The reply of a process."""
 
 
-def _publish(engine: TorchEngine, state: TorchState, step: Step, others: fake_cuda.Others) -> None:
+def _read_all_weights(engine: TorchEngine, state: TorchState, step: Step, ranks: fake_cuda.OtherRanks) -> None:
     """Read all weights as for samplers on the same GPUs, which have one bucket while the next is read."""
-    dtype = getattr(torch, step.dtype)  # of the samplers
+    dtype = getattr(torch, step.dtype)  # the samplers' dtype
     readings = [worker.read(worker.of_state, dtype, engine, state) for _ in range(step.dp)]
 
     def say(_: int, value: Any) -> Any:
-        raise _Said(value)
+        raise _Reply(value)
 
     def says(rank: int, _: Any) -> Any:
-        """What the process of this rank says of its pieces, when it reads as far."""
-        others.says = say
+        """Return what the process of this rank would send of its shards, once it has read as far."""
+        ranks.reply = say
         try:
-            with fake_cuda.another(rank):
+            with fake_cuda.as_rank(rank):
                 readings[rank].next_whole()
-        except _Said as said:
+        except _Reply as said:
             return said.args[0]
         finally:
-            others.says = says
+            ranks.reply = says
 
-    alike, lent, others.says = others.says, None, says
+    alike, lent, ranks.reply = ranks.reply, None, says
     while readings[step.rank].more:
         lent = next_bucket("publish", dict, True, readings[step.rank])
     del lent
-    others.says = alike
+    ranks.reply = alike
 
 
 def _save(engine: TorchEngine, state: TorchState) -> None:
     """Copy what this process writes to the host."""
-    engine.save(state, state.module).copied()
+    engine.save(state, state.module).copy_to_host()

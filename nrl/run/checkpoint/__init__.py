@@ -3,10 +3,10 @@
 from nrl.run.checkpoint.retention import Checkpoint, Checkpoints, best, checkpoints, finite, score
 from nrl.run.checkpoint.saving import begin_storing, load, newest, save, store, verify
 from nrl.run.checkpoint.state import check, random_state, seed_generators, set_random_state, trainers
-from nrl.run.checkpoint.storage import ELSEWHERE, place, root, settle
+from nrl.run.checkpoint.storage import REMOTE, root, settle, step_dir
 
 __all__ = [
-    "ELSEWHERE",
+    "REMOTE",
     "Checkpoint",
     "Checkpoints",
     "begin_storing",
@@ -16,7 +16,6 @@ __all__ = [
     "finite",
     "load",
     "newest",
-    "place",
     "random_state",
     "root",
     "save",
@@ -24,6 +23,7 @@ __all__ = [
     "seed_generators",
     "set_random_state",
     "settle",
+    "step_dir",
     "store",
     "trainers",
     "verify",

@@ -16,21 +16,20 @@ __all__ = ["Checkpoint", "Checkpoints", "best", "checkpoints", "finite", "not_fi
 @checked("Checkpoints")
 @attrs.frozen
 class Checkpoints:
-    """When a run writes checkpoints, and which of them it keeps.
+    """Settings of a run for writing and keeping checkpoints.
 
     Args:
-        every: steps between two of them. The last step of a loop always has one.
-        keep: how many of the newest to keep.
-        best: a metric whose best checkpoint is kept too, such as ``"eval/loss"``. A step that logs a new best value has
-            a checkpoint, whatever ``every`` says.
+        every: steps between two checkpoints. The last step of a loop always has a checkpoint.
+        keep: number of the newest checkpoints to keep.
+        best: a metric whose best checkpoint is kept too, for example ``"eval/loss"``. A step with a new best value
+            always has a checkpoint.
         mode: whether the best is the largest or the smallest.
-        grace: seconds from a SIGTERM to the end of the process, in which the last step is saved.
-        wait: what a step waits for: the copy of its values in the memory of the host, which takes as much of it as the
-            files take of the disk; or the disk, which takes none. The files are the same.
-        to: a folder that all nodes share, or the URL of a store of objects, such as ``s3://bucket/runs/qwen``, of this
+        grace: seconds from a SIGTERM to the end of the process; the last step is saved within this time.
+        wait: ``"copy"``: a step waits for the copy of its values in host memory, as large as the files; ``"disk"``: a
+            step waits for the files, without a copy. The files are the same.
+        to: a folder shared by all nodes, or the URL of an object store, for example ``s3://bucket/runs/qwen``, of this
             run alone. None: the run's own folder.
-        data_changed: what a resumed run does where a source of `nrl.data.tasks` has other rows than when the checkpoint
-            was saved: refuse them with an error, or accept them and go on.
+        data_changed: whether a resumed run refuses or accepts changed rows of a source of `nrl.data.tasks`.
 
     >>> Checkpoints(best="eval/loss", mode="min").every
     50
@@ -71,11 +70,11 @@ def checkpoints(root: str | Folder) -> list[Checkpoint]:
     Args:
         root: its folder, ``.../checkpoints/train``, or where ``Checkpoints(to=)`` has put them, ``s3://.../train``.
     """
-    found = []
-    for folder in storage.listed(storage.located(root)):
+    complete = []
+    for folder in storage.list_complete(storage.resolve(root)):
         manifest = read_manifest(folder) or {"step": int(folder.name) - 1, "meta": {}}
-        found.append(Checkpoint(folder, manifest["step"], manifest["meta"], not_finite(manifest)))
-    return found
+        complete.append(Checkpoint(folder, manifest["step"], manifest["meta"], not_finite(manifest)))
+    return complete
 
 
 def not_finite(manifest: Mapping[str, Any]) -> tuple[str, ...]:
@@ -88,18 +87,18 @@ def not_finite(manifest: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(f"{value}: {name}" for value, record in values if record for name in record.get(NOT_FINITE, ()))
 
 
-def finite(found: Sequence[Checkpoint]) -> list[Checkpoint]:
+def finite(candidates: Sequence[Checkpoint]) -> list[Checkpoint]:
     """Return the checkpoints whose weights and optimizer states are finite, in the same order.
 
     >>> from pathlib import Path
     >>> finite([Checkpoint(Path("10"), 9, {}), Checkpoint(Path("20"), 19, {}, ("policy: model.norm.weight",))])
     [Checkpoint(folder=PosixPath('10'), step=9, meta={}, not_finite=())]
     """
-    return [checkpoint for checkpoint in found if not checkpoint.not_finite]
+    return [checkpoint for checkpoint in candidates if not checkpoint.not_finite]
 
 
-def best(found: list[Checkpoint], keep: Checkpoints) -> Checkpoint | None:
-    """The checkpoint with the best value of the metric that ``keep`` names; of equal ones the first. None: none has it.
+def best(candidates: list[Checkpoint], keep: Checkpoints) -> Checkpoint | None:
+    """Return the first checkpoint with the best value of the metric of ``keep``. None: no checkpoint has it.
 
     A checkpoint with NaN or infinite weights is never the best.
 
@@ -108,13 +107,13 @@ def best(found: list[Checkpoint], keep: Checkpoints) -> Checkpoint | None:
     >>> best(found, Checkpoints(best="loss", mode="min")).folder.name
     '20'
     """
-    scored = [(x, score(x.meta.get("metrics", {}), keep)) for x in finite(found)]
+    scored = [(x, score(x.meta.get("metrics", {}), keep)) for x in finite(candidates)]
     ranked = [(x, value) for x, value in scored if value is not None]
     return max(ranked, key=lambda pair: pair[1])[0] if ranked else None
 
 
 def score(metrics: Mapping[str, Any], keep: Checkpoints) -> float | None:
-    """The metric that ``keep`` names, larger is better. None: it was not measured, or is not finite.
+    """Return the metric that ``keep`` names, larger is better. None: it was not measured, or is not finite.
 
     >>> score({"eval/loss": 0.5}, Checkpoints(best="eval/loss", mode="min"))
     -0.5

@@ -20,25 +20,34 @@ from nrl.files import (
     Folder,
     Saved,
     Written,
-    at,
     check_parts,
     check_sizes,
     check_sums,
     files_of,
     read_manifest,
+    to_folder,
     write,
     write_manifest,
 )
 from nrl.run.checkpoint import storage
 from nrl.run.checkpoint.retention import Checkpoint, Checkpoints, best, checkpoints, finite, not_finite
 from nrl.run.checkpoint.serialization import decode, encode
-from nrl.run.checkpoint.state import RANDOM, check, content, loaded, random_state, read, set_random_state, trainers
+from nrl.run.checkpoint.state import (
+    RANDOM,
+    check,
+    load_file,
+    random_state,
+    read_value,
+    set_random_state,
+    to_bytes,
+    trainers,
+)
 from nrl.runtime.preemption import note_save
-from nrl.runtime.threads import Daemons
+from nrl.runtime.threads import DaemonThreadPool
 
 __all__ = ["begin_storing", "load", "newest", "save", "store", "verify"]
 
-_WRITER = Daemons(1, "checkpoint")
+_WRITER = DaemonThreadPool(1, "checkpoint")
 
 
 def save(
@@ -65,13 +74,13 @@ def save(
     >>> load(made.folder, average=0.0)
     [0.5]
     """
-    return _begun(at(folder), step, values, meta, beside=False)()
+    return _begin_save(to_folder(folder), step, values, meta, beside=False)()
 
 
-def _begun(
+def _begin_save(
     folder: Folder, step: int, values: Mapping[str, Any], meta: Mapping[str, Any] | None, *, beside: bool
 ) -> Callable[[], Checkpoint]:
-    """What completes a checkpoint, whatever becomes of the values meanwhile.
+    """Begin to save copies of values, and return the function that completes the checkpoint.
 
     With ``beside`` the trainers go on to write when this returns; else they have written.
     """
@@ -80,16 +89,16 @@ def _begun(
     written = dict[str, Any]()
     with _all_or_nothing(folder):
         temporary = storage.begin(folder)
-        contents = {name: content(x) for name, x in (plain | {RANDOM: encode(random_state(), RANDOM)}).items()}
+        contents = {name: to_bytes(x) for name, x in (plain | {RANDOM: encode(random_state(), RANDOM)}).items()}
         try:
             for name, value in values.items():
                 if name not in plain:
                     begin = value.trainer.begin_writing if beside else value.trainer.write
                     written[name] = begin(value, temporary / name)
         except BaseException:
-            if beside:  # others write into the folder, which goes now
+            if beside:  # Trainers still write into the folder, which is removed now.
                 with suppress(Exception):
-                    _all_of(written)
+                    _wait_for_all(written)
             raise
     order = dict.fromkeys([*values, RANDOM])
 
@@ -97,13 +106,13 @@ def _begun(
         with _all_or_nothing(folder):
             files: dict[str, Written] = {}
             records: dict[str, Any] = dict.fromkeys(sorted(values))
-            saved = _all_of(written) if beside else written
+            saved = _wait_for_all(written) if beside else written
             for name in order:
                 if name in contents:
                     files[f"{name}.pt"] = write(temporary / f"{name}.pt", [contents[name]])
                 else:
                     theirs, records[name] = saved[name]
-                    files |= {f"{name}/{file}": told for file, told in theirs.items()}
+                    files |= {f"{name}/{file}": digest for file, digest in theirs.items()}
             write_manifest(temporary, files, records, step=step, meta=about)
             storage.complete(temporary, folder)
         return Checkpoint(folder, step, about, not_finite({"values": records}))
@@ -111,17 +120,17 @@ def _begun(
     return complete
 
 
-def _all_of(written: Mapping[str, Callable[[], Saved]]) -> dict[str, Saved]:
-    """What all trainers have written; an error is raised when none of them writes into the folder any more."""
-    found, errors = dict[str, Saved](), list[Exception]()
+def _wait_for_all(written: Mapping[str, Callable[[], Saved]]) -> dict[str, Saved]:
+    """Return the records of all trainers; errors are raised after all of them have ended writing."""
+    saved, errors = dict[str, Saved](), list[Exception]()
     for name, wait in written.items():
         try:
-            found[name] = wait()
+            saved[name] = wait()
         except Exception as error:
             errors.append(error)
     if errors:
         raise errors[0]
-    return found
+    return saved
 
 
 @contextmanager
@@ -130,18 +139,18 @@ def _all_or_nothing(folder: Folder) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        left = storage.abandon(folder)
+        leftover = storage.discard(folder)
         of_the_place = isinstance(error, OSError if isinstance(folder, Path) else Exception)
         if isinstance(error, NrlError) or not of_the_place:
             raise
         before = list[str]()
         with suppress(Exception):
             before = [x.folder.name for x in finite(checkpoints(folder.parent))]
-        why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise CheckpointError(
-            f"save: the checkpoint {folder} could not be written{left.after} ({why}{left.room}). "
+            f"save: the checkpoint {folder} could not be written{leftover.after} ({reason}{leftover.room}). "
             + (f"The last good one is {before[-1]}. " if before else "There is none before it. ")
-            + f"{left.advice}, and start the same command again"
+            + f"{leftover.advice}, and start the same command again"
         ) from error
 
 
@@ -160,7 +169,7 @@ def verify(folder: str | Folder, readers: Mapping[str, Trainer] = {}) -> None:
     >>> made = save(Path(tempfile.mkdtemp()) / "000010", 9, {"average": 0.5})
     >>> verify(made.folder)
     """
-    folder = at(folder)
+    folder = to_folder(folder)
     manifest = read_manifest(folder)
     if manifest is None:
         raise CheckpointError(f"{folder}: its {MANIFEST} is missing or was altered")
@@ -179,34 +188,34 @@ def newest(
 ) -> Checkpoint | None:
     """Find the newest checkpoint to go on from: intact, with finite weights and optimizer states.
 
-    Others are set aside: damaged ones to ``<name>.damaged``, those that are not finite to ``<name>.diverged``. It first
-    removes half-written files of a killed process, so call it only while nobody is writing.
+    Newer checkpoints are quarantined: damaged ones as ``<name>.damaged``, diverged ones as ``<name>.diverged``. Call
+    this function only while no process writes, because half-written files are removed first.
 
     Args:
-        root: the folder that holds the checkpoints.
-        say: gets a line about each checkpoint that is set aside.
+        root: the folder of the checkpoints.
+        say: gets a line about each quarantined checkpoint.
         readers: as in `verify`.
 
     Returns:
-        The checkpoint. None: there is none.
+        The checkpoint. None: the folder has no checkpoints.
 
     Raises:
-        CheckpointError: there is none among the checkpoints; they keep their names.
+        CheckpointError: no checkpoint is intact and finite; all keep their names.
     """
-    storage.tidy(storage.located(root))
+    storage.clean(storage.resolve(root))
     passed_over: list[tuple[Folder, str, object]] = []
-    for found in checkpoints(root)[::-1]:
-        if found.not_finite:
-            passed_over.append((found.folder, storage.DIVERGED, _diverged(found)))
+    for candidate in checkpoints(root)[::-1]:
+        if candidate.not_finite:
+            passed_over.append((candidate.folder, storage.DIVERGED, _describe_divergence(candidate)))
             continue
         try:
-            verify(found.folder, readers)
+            verify(candidate.folder, readers)
         except CheckpointError as error:
-            passed_over.append((found.folder, storage.DAMAGED, error))
+            passed_over.append((candidate.folder, storage.DAMAGED, error))
             continue
         for folder, label, reason in passed_over:
-            say(f"checkpoint: {reason}; {storage.set_aside(folder, label)}, and {found.folder.name} is used")
-        return found
+            say(f"checkpoint: {reason}; {storage.quarantine(folder, label)}, and {candidate.folder.name} is used")
+        return candidate
     if not passed_over:
         return None
     damaged = [reason for _, label, reason in passed_over if label == storage.DAMAGED]
@@ -221,10 +230,10 @@ def newest(
     )
 
 
-def _diverged(found: Checkpoint) -> str:
+def _describe_divergence(checkpoint: Checkpoint) -> str:
     """Return what is wrong with a checkpoint that is not finite."""
-    names = ", ".join(found.not_finite[:2]) + (", ..." if len(found.not_finite) > 2 else "")
-    return f"{found.folder}: weights or optimizer states in it are NaN or infinite ({names})"
+    names = ", ".join(checkpoint.not_finite[:2]) + (", ..." if len(checkpoint.not_finite) > 2 else "")
+    return f"{checkpoint.folder}: weights or optimizer states in it are NaN or infinite ({names})"
 
 
 def load(folder: str | Folder, /, **named: Any) -> list[Any]:
@@ -244,7 +253,7 @@ def load(folder: str | Folder, /, **named: Any) -> list[Any]:
     >>> load(made.folder, seen=[], average=0.0)
     [[1, 2], 0.5]
     """
-    folder = at(folder)
+    folder = to_folder(folder)
     manifest = read_manifest(folder) or {"values": {}}
     if "values" not in manifest:
         raise CheckpointError(
@@ -257,8 +266,8 @@ def load(folder: str | Folder, /, **named: Any) -> list[Any]:
             f"load: {folder} holds {', '.join(held) or 'nothing'}, and the program asks for "
             f"{', '.join(sorted(named)) or 'nothing'}; give the same names to restore and save"
         )
-    values = [read(folder / name, like) for name, like in named.items()]
-    set_random_state(decode(loaded(folder / f"{RANDOM}.pt"), None, RANDOM))
+    values = [read_value(folder / name, like) for name, like in named.items()]
+    set_random_state(decode(load_file(folder / f"{RANDOM}.pt"), None, RANDOM))
     return values
 
 
@@ -292,7 +301,7 @@ def store(
     >>> [found.folder.name for found in checkpoints(root)]
     ['000002', '000004']
     """
-    return _kept(_begun(storage.place(root, step), step, values, meta, beside=False)(), keep, say)
+    return _apply_retention(_begin_save(storage.step_dir(root, step), step, values, meta, beside=False)(), keep, say)
 
 
 def begin_storing(
@@ -303,7 +312,7 @@ def begin_storing(
     meta: Mapping[str, Any],
     say: Callable[[str], None] = print,
 ) -> Future[Folder]:
-    """As `store`, byte for byte, but return when the values are copied, and write in threads beside the program.
+    """Store as `store` does, byte for byte, but return when the values are copied, and write in the background.
 
     Whoever begins another one at the same place waits for it first. The end of a cluster waits for its trainers' ones.
 
@@ -314,22 +323,22 @@ def begin_storing(
     >>> begin_storing(tempfile.mkdtemp(), 9, {"average": 0.5}, Checkpoints(), {}).result().name
     '000010'
     """
-    complete = _begun(storage.place(root, step), step, values, meta, beside=True)
-    future = _WRITER.submit(lambda: _kept(complete(), keep, say))
+    complete = _begin_save(storage.step_dir(root, step), step, values, meta, beside=True)
+    future = _WRITER.submit(lambda: _apply_retention(complete(), keep, say))
     for trainer in trainers(values).values():
-        trainer.mesh.cluster.hold(future)
+        trainer.mesh.cluster.wait_for_on_exit(future)
     return future
 
 
-def _kept(made: Checkpoint, keep: Checkpoints, say: Callable[[str], None]) -> Folder:
-    if made.not_finite:
-        say(f"save: {_diverged(made)}; no run goes on from it")
-    found = checkpoints(made.folder.parent)
-    kept = {x.folder for x in finite(found)[-keep.keep :]} | {made.folder}
-    champion = best(found, keep)
+def _apply_retention(written: Checkpoint, keep: Checkpoints, say: Callable[[str], None]) -> Folder:
+    if written.not_finite:
+        say(f"save: {_describe_divergence(written)}; no run goes on from it")
+    candidates = checkpoints(written.folder.parent)
+    retained = {x.folder for x in finite(candidates)[-keep.keep :]} | {written.folder}
+    champion = best(candidates, keep)
     if champion is not None:
-        kept.add(champion.folder)
-    for other in found:
-        if other.folder not in kept:
+        retained.add(champion.folder)
+    for other in candidates:
+        if other.folder not in retained:
             storage.remove(other.folder)
-    return made.folder
+    return written.folder

@@ -33,7 +33,7 @@ def encode(value: Any, name: str, *, classes: bool = True) -> Any:
         classes: whether it may contain named tuples and attrs instances, which need an example to be decoded.
 
     Raises:
-        CheckpointError: it contains something else.
+        CheckpointError: the value contains other types.
 
     >>> encode({"mean": 0.5}, "running")
     {'keys': ['mean'], 'values': [0.5]}
@@ -52,15 +52,13 @@ def encode(value: Any, name: str, *, classes: bool = True) -> Any:
         try:
             return {"ndarray": torch.from_numpy(np.array(value)), "scalar": isinstance(value, np.generic)}
         except TypeError:
-            raise _refused(name, f"a NumPy {value.dtype}", "give numbers, or a list of texts") from None
+            raise _make_error(name, f"a NumPy {value.dtype}", "give numbers, or a list of texts") from None
     if isinstance(value, TensorDict):
         columns = {key: encode(column, f"{name}.{key}", classes=False) for key, column in value.items()}
         return {"batch": columns, "batch_size": list(value.batch_size), "locked": value.is_locked}
     if (fields := _fields(value)) is not None:
         if not classes:
-            raise _refused(
-                name, with_article(type(value).__name__), "in the state of a stream give a dict in its place"
-            )
+            raise _make_error(name, with_article(type(value).__name__), "in the state of a stream give a dict in its place")
         held = {field: encode(getattr(value, field), f"{name}.{field}") for field in fields}
         return {"class": type(value).__name__, "fields": held}
     if type(value) is dict:
@@ -68,13 +66,13 @@ def encode(value: Any, name: str, *, classes: bool = True) -> Any:
         return {"keys": keys, "values": [encode(x, f"{name}.{key}", classes=classes) for key, x in value.items()]}
     if type(value) in (list, tuple):
         return type(value)(encode(x, f"{name}[{i}]", classes=classes) for i, x in enumerate(value))
-    raise _refused(
+    raise _make_error(
         name, with_article(type(value).__name__), f"give {_KINDS}; train states, params and streams by their names"
     )
 
 
 def decode(stored: Any, like: Any, name: str) -> Any:
-    """The inverse of `encode`.
+    """Decode a value that `encode` has encoded.
 
     Args:
         stored: from ``torch.load``.
@@ -97,8 +95,8 @@ def decode(stored: Any, like: Any, name: str) -> Any:
         case {"ragged": [values, offsets]}:
             return of_values(values, offsets)
         case {"batch": columns, "batch_size": size, "locked": locked}:
-            made = TensorDict({key: decode(x, None, name) for key, x in columns.items()}, batch_size=size)
-            return made.lock_() if locked else made
+            batch = TensorDict({key: decode(x, None, name) for key, x in columns.items()}, batch_size=size)
+            return batch.lock_() if locked else batch
         case {"class": title, "fields": held}:
             if _fields(like) != list(held):
                 raise CheckpointError(
@@ -107,17 +105,17 @@ def decode(stored: Any, like: Any, name: str) -> Any:
                     f"restore any such {title}, for its class"
                 )
             values = {field: decode(x, getattr(like, field), f"{name}.{field}") for field, x in held.items()}
-            return _made(type(like), values)
+            return _make_instance(type(like), values)
         case {"keys": keys, "values": items}:
-            known = like if isinstance(like, dict) else {}
+            examples = like if isinstance(like, dict) else {}
             names = [decode(key, None, name) for key in keys]
-            return {key: decode(x, known.get(key), f"{name}.{key}") for key, x in zip(names, items, strict=True)}
+            return {key: decode(x, examples.get(key), f"{name}.{key}") for key, x in zip(names, items, strict=True)}
         case list() | tuple():
-            return type(stored)(decode(x, y, f"{name}[{i}]") for i, (x, y) in enumerate(_paired(stored, like)))
+            return type(stored)(decode(x, y, f"{name}[{i}]") for i, (x, y) in enumerate(_pair_examples(stored, like)))
     return stored
 
 
-def _paired(stored: list[Any] | tuple[Any, ...], like: Any) -> Iterable[tuple[Any, Any]]:
+def _pair_examples(stored: list[Any] | tuple[Any, ...], like: Any) -> Iterable[tuple[Any, Any]]:
     """Pair stored items with the example's; if there are more, the example's last item serves for all of them."""
     examples = list(like) if isinstance(like, list | tuple) else []
     examples += (examples[-1:] or [None]) * (len(stored) - len(examples))
@@ -130,15 +128,15 @@ def _fields(value: Any) -> list[str] | None:
     return list(value._fields) if isinstance(value, tuple) and hasattr(value, "_fields") else None
 
 
-def _made(kind: Any, values: dict[str, Any]) -> Any:
+def _make_instance(kind: Any, values: dict[str, Any]) -> Any:
     """Make an instance without running converters and validators a second time."""
     if issubclass(kind, tuple):
         return kind._make(values.values())
-    made = object.__new__(kind)
+    instance = object.__new__(kind)
     for field, value in values.items():
-        object.__setattr__(made, field, value)
-    return made
+        object.__setattr__(instance, field, value)
+    return instance
 
 
-def _refused(name: str, found: str, instead: str) -> CheckpointError:
-    return CheckpointError(f"save: '{name}' is {found}, which a checkpoint cannot hold; {instead}")
+def _make_error(name: str, kind: str, instead: str) -> CheckpointError:
+    return CheckpointError(f"save: '{name}' is {kind}, which a checkpoint cannot hold; {instead}")

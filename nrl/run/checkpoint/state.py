@@ -22,12 +22,12 @@ from nrl.run.checkpoint.serialization import decode, encode
 __all__ = [
     "RANDOM",
     "check",
-    "content",
-    "loaded",
+    "load_file",
     "random_state",
-    "read",
+    "read_value",
     "seed_generators",
     "set_random_state",
+    "to_bytes",
     "trainers",
 ]
 
@@ -50,7 +50,7 @@ def check(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def trainers(values: Mapping[str, Any]) -> dict[str, Trainer]:
-    """The trainers of the values that live on a mesh, by name."""
+    """Return the trainers of the values that live on a mesh, by name."""
     return {
         name: value if isinstance(value, Trainer) else cast(Trainer, value.trainer)
         for name, value in values.items()
@@ -68,10 +68,10 @@ def _encode_value(value: Any, name: str) -> Any:
     return {"stream": encode(value.state(), name, classes=False)} if _is_stream(value) else encode(value, name)
 
 
-def read(path: Folder, like: Any) -> Any:
-    """A value of a checkpoint, of which ``like`` is an example: see `nrl.run.checkpoint.load`."""
+def read_value(path: Folder, like: Any) -> Any:
+    """Read a value of a checkpoint, of which ``like`` is an example: see `nrl.run.checkpoint.load`."""
     trained, file = isinstance(like, Trainer | TrainState | Params), path.with_name(f"{path.name}.pt")
-    stored: Any = None if path.is_dir() else loaded(file)
+    stored: Any = None if path.is_dir() else load_file(file)
     streamed = isinstance(stored, dict) and "stream" in stored
     if (path.is_dir(), streamed) != (trained, _is_stream(like)):
         kind = "a train state or params" if path.is_dir() else "a stream" if streamed else "plain data"
@@ -89,18 +89,18 @@ def read(path: Folder, like: Any) -> Any:
     return decode(stored, like, path.name)
 
 
-def content(value: Any) -> bytes:
-    """The bytes of a file of what `encode` has made."""
+def to_bytes(value: Any) -> bytes:
+    """Serialize an encoded value to the bytes of a file."""
     file = io.BytesIO()  # into the file itself torch would seek
     torch.save(value, file)
     return file.getvalue()  # a view of its memory in a cycle, such as of a traceback, ends CPython 3.12
 
 
-def loaded(path: Folder) -> Any:
-    """What `content` made the bytes of a file of.
+def load_file(path: Folder) -> Any:
+    """Load a value that `to_bytes` has serialized.
 
     Raises:
-        CheckpointError: they are something else than data.
+        CheckpointError: the file has other objects than data.
     """
     try:
         with path.open("rb") as file:
@@ -113,7 +113,7 @@ def loaded(path: Folder) -> Any:
 
 
 def random_state() -> dict[str, Any]:
-    """The states of the global generators of Python, NumPy and torch."""
+    """Return the states of the global generators of Python, NumPy and torch."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(), "cuda": cuda}
 
@@ -130,7 +130,9 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    for device, generator in enumerate(state["cuda"][: torch.cuda.device_count()]):  # there may be fewer than before
+    for device, generator in enumerate(
+        state["cuda"][: torch.cuda.device_count()]
+    ):  # Fewer devices may exist than before.
         torch.cuda.set_rng_state(generator, device)
 
 

@@ -1,7 +1,7 @@
-"""Where checkpoints lie: on a disk a whole one gets its name; in a store its manifest, written last, makes it whole.
+"""Storage of checkpoints on a disk, where a complete one is renamed, or in an object store, where a manifest ends it.
 
-All of this package goes through here to begin, complete, list, set aside and remove one, so it knows no other
-difference between the two.
+The package begins, completes, lists, quarantines and removes checkpoints through this module alone, so no other module
+distinguishes disks from stores.
 """
 
 import shutil
@@ -13,64 +13,64 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nrl.errors import CheckpointError
-from nrl.files import MANIFEST, Folder, at, flush, free_room, make, resolve_output, write
+from nrl.files import MANIFEST, Folder, flush, free_room, make, resolve_output, to_folder, write
 
 __all__ = [
     "DAMAGED",
     "DIVERGED",
-    "ELSEWHERE",
     "LABELS",
-    "Left",
-    "abandon",
+    "REMOTE",
+    "Leftover",
     "begin",
+    "clean",
     "complete",
-    "listed",
-    "located",
-    "place",
+    "discard",
+    "list_complete",
+    "quarantine",
     "remove",
+    "resolve",
     "root",
-    "set_aside",
     "settle",
-    "tidy",
+    "step_dir",
 ]
 
-ELSEWHERE = "elsewhere"
+REMOTE = "elsewhere"
 """The file in the folder of a loop that says where its checkpoints are, if they are not there."""
 DAMAGED, DIVERGED = LABELS = ("damaged", "diverged")
 """What follows the name of a checkpoint that is set aside: its files are not what was written; it is not finite."""
 
 
-def place(root: str | Folder, step: int) -> Folder:
-    """The folder under ``root`` of the checkpoint after a step.
+def step_dir(root: str | Folder, step: int) -> Folder:
+    """Return the folder under ``root`` of the checkpoint after a step.
 
-    >>> place("checkpoints/train", 9).name
+    >>> step_dir("checkpoints/train", 9).name
     '000010'
     """
-    return at(root) / f"{step + 1:06}"
+    return to_folder(root) / f"{step + 1:06}"
 
 
-def root(own: Path, to: str | None) -> Folder:
-    """Where the checkpoints of a loop are written: in its own folder, or in the one of its name under ``to``.
+def root(loop_folder: Path, to: str | None) -> Folder:
+    """Return the folder for the checkpoints of a loop: its own, or the one of its name under ``to``.
 
     >>> str(root(Path("runs/qwen/checkpoints/train"), "memory://qwen"))
     'memory://qwen/train'
     """
-    return own if to is None else resolve_output("checkpoints.to", to).absolute() / own.name
+    return loop_folder if to is None else resolve_output("checkpoints.to", to).absolute() / loop_folder.name
 
 
-def located(own: str | Folder) -> Folder:
-    """Where the checkpoints of a loop are, which its own folder says if they are not there."""
-    folder = at(own)
-    told = folder / ELSEWHERE
-    return at(told.read_text().strip()) if isinstance(told, Path) and told.is_file() else folder
+def resolve(loop_folder: str | Folder) -> Folder:
+    """Return the folder of a loop's checkpoints, from the note in its own folder if they are elsewhere."""
+    folder = to_folder(loop_folder)
+    note = folder / REMOTE
+    return to_folder(note.read_text().strip()) if isinstance(note, Path) and note.is_file() else folder
 
 
-def settle(own: Path, there: Folder, check: Callable[[], object]) -> bool:
+def settle(loop_folder: Path, target: Folder, check: Callable[[], object]) -> bool:
     """Make the folder of a loop, check that its checkpoints can be written, and leave a note where they are.
 
     Args:
-        own: the folder of the loop.
-        there: from `root`.
+        loop_folder: the folder of the loop.
+        target: from `root`.
         check: is called in between, and raises if they cannot.
 
     Returns:
@@ -79,27 +79,31 @@ def settle(own: Path, there: Folder, check: Callable[[], object]) -> bool:
     Raises:
         CheckpointError: later ones are elsewhere; or the store cannot be written to.
     """
-    make(own)
-    make(there)
-    _reach(there)
-    before = located(own)
-    known = str(before) == str(there)
-    if not known and (last := _newest(before)) > (here := _newest(there)):
-        why = f"the newest is {here:06}, so the run would go back to it" if here else "none are, so it would begin anew"
+    make(loop_folder)
+    make(target)
+    _check_writable(target)
+    before = resolve(loop_folder)
+    is_known = str(before) == str(target)
+    if not is_known and (last := _newest(before)) > (newest_there := _newest(target)):
+        consequence = (
+            f"the newest is {newest_there:06}, so the run would go back to it"
+            if newest_there
+            else "none are, so it would begin anew"
+        )
         raise CheckpointError(
-            f"checkpoints: those of '{own.name}' are in {before}, up to {last:06}, and checkpoints.to= says {there}, "
-            f"where {why}; copy them there, or leave checkpoints.to as it was"
+            f"checkpoints: those of '{loop_folder.name}' are in {before}, up to {last:06}, and checkpoints.to= says "
+            f"{target}, where {consequence}; copy them there, or leave checkpoints.to as it was"
         )
     check()
-    if there != own:
-        (own / ELSEWHERE).write_text(f"{there}\n")
+    if target != loop_folder:
+        (loop_folder / REMOTE).write_text(f"{target}\n")
     else:
-        (own / ELSEWHERE).unlink(missing_ok=True)
-    return known
+        (loop_folder / REMOTE).unlink(missing_ok=True)
+    return is_known
 
 
-def _reach(folder: Folder) -> None:
-    """See that a store can be written to."""
+def _check_writable(folder: Folder) -> None:
+    """Check that a store can be written to."""
     if isinstance(folder, Path):
         return
     note = folder / f".reached-{uuid.uuid4().hex}"
@@ -113,35 +117,35 @@ def _reach(folder: Folder) -> None:
         ) from error
 
 
-def listed(root: Folder) -> list[Folder]:
-    """The folders of complete checkpoints, oldest first."""
+def list_complete(root: Folder) -> list[Folder]:
+    """List the folders of complete checkpoints, oldest first."""
     return [
         folder
-        for folder in _named(root)
-        if (folder.is_dir() if isinstance(folder, Path) else MANIFEST in _held(folder))
+        for folder in _list_numbered(root)
+        if (folder.is_dir() if isinstance(folder, Path) else MANIFEST in _list_names(folder))
     ]
 
 
 def _newest(root: Folder) -> int:
-    """The number of the newest checkpoint; 0: there is none."""
-    return max((int(folder.name) for folder in listed(root)), default=0)
+    """Return the number of the newest checkpoint; 0: there is none."""
+    return max((int(folder.name) for folder in list_complete(root)), default=0)
 
 
-def _held(folder: Any) -> set[str]:
-    """The names in a folder of a store. Of one file it would say that it is not there where it does not answer."""
+def _list_names(folder: Any) -> set[str]:
+    """List the names in a folder of a store, since an unreachable store reports single files as missing."""
     try:
-        return {each.name for each in folder.iterdir()}
+        return {path.name for path in folder.iterdir()}
     except FileNotFoundError:
         return set()
 
 
-def _named(root: Folder) -> list[Folder]:
-    found = (folder for folder in root.glob("[0-9]*") if folder.name.isdecimal())
-    return sorted(found, key=lambda folder: (len(folder.name), folder.name))
+def _list_numbered(root: Folder) -> list[Folder]:
+    folders = (folder for folder in root.glob("[0-9]*") if folder.name.isdecimal())
+    return sorted(folders, key=lambda folder: (len(folder.name), folder.name))
 
 
 def begin(folder: Folder) -> Folder:
-    """Where to write a checkpoint; what is left there of an earlier one goes."""
+    """Return the folder to write a checkpoint into, without files of an earlier attempt."""
     if not isinstance(folder, Path):
         remove(folder)
         return folder
@@ -164,24 +168,24 @@ def complete(written: Folder, folder: Folder) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-class Left(NamedTuple):
-    """What can be said when a checkpoint could not be written: how far it came, how much room there is, what to do."""
+class Leftover(NamedTuple):
+    """Facts about a checkpoint that could not be written: bytes written, free room, and advice."""
 
     after: str
     room: str
     advice: str
 
 
-def abandon(folder: Folder) -> Left:
+def discard(folder: Folder) -> Leftover:
     """Remove what has been written of a checkpoint."""
     if not isinstance(folder, Path):
         with suppress(Exception):  # the store may be out of reach; `tidy` comes again
             remove(folder)
-        return Left("", "", "See that the store can be reached and written to")
+        return Leftover("", "", "See that the store can be reached and written to")
     temporary = folder.with_name(f".{folder.name}.writing")
     size = sum(path.stat().st_size for path in temporary.rglob("*") if path.is_file())
     shutil.rmtree(temporary, ignore_errors=True)
-    return Left(f" after {size / 1e6:.1f} MB", f"; {free_room(folder.parent)}", "Make room")
+    return Leftover(f" after {size / 1e6:.1f} MB", f"; {free_room(folder.parent)}", "Make room")
 
 
 def remove(folder: Folder) -> None:
@@ -199,8 +203,8 @@ def remove(folder: Folder) -> None:
         shutil.rmtree(gone, ignore_errors=True)
 
 
-def set_aside(folder: Folder, label: str) -> str:
-    """Take the name of a checkpoint from what nothing goes on from, and leave its files; what has another name now.
+def quarantine(folder: Folder, label: str) -> str:
+    """Rename a checkpoint that no run continues from, keep its files, and return a clause with its new name.
 
     Args:
         folder: of the checkpoint.
@@ -217,16 +221,16 @@ def set_aside(folder: Folder, label: str) -> str:
     return f"it is now {renamed.name}"
 
 
-def tidy(root: Folder) -> None:
+def clean(root: Folder) -> None:
     """Clean up after a killed process: bring a replaced checkpoint back if its replacement is missing."""
     if not isinstance(root, Path):
-        for folder in _named(root):
-            if not {MANIFEST, *(f"{MANIFEST}.{label}" for label in LABELS)} & _held(folder):
+        for folder in _list_numbered(root):
+            if not {MANIFEST, *(f"{MANIFEST}.{label}" for label in LABELS)} & _list_names(folder):
                 remove(folder)
         return
     for path in root.glob(".[0-9]*"):
-        whole = path.with_name(path.stem[1:])
-        if path.suffix == ".old" and not whole.exists():
-            path.rename(whole)
+        complete_path = path.with_name(path.stem[1:])
+        if path.suffix == ".old" and not complete_path.exists():
+            path.rename(complete_path)
         elif path.suffix in (".old", ".writing", ".gone"):
             shutil.rmtree(path, ignore_errors=True)

@@ -11,7 +11,7 @@ import attrs
 from nrl.errors import PlacementError
 from nrl.runtime.mesh.processes import Out
 
-__all__ = ["Process", "entered", "idle", "perform", "process"]
+__all__ = ["Process", "enter_process", "measure_idle", "perform", "process"]
 
 
 @attrs.frozen
@@ -36,7 +36,7 @@ class Process:
 
     @property
     def first(self) -> bool:
-        """Whether it speaks for the first shard, and so for all where all have the same; see `Layout.speaker`."""
+        """True for the leader of the first shard, which stands for all processes with equal values."""
         if self.device_mesh is None:
             return self.rank == 0
         ranks, names = self.device_mesh.mesh, self.device_mesh.mesh_dim_names or ()
@@ -47,7 +47,7 @@ _HERE: ContextVar[Process] = ContextVar("process", default=Process())  # noqa: B
 
 
 def process() -> Process:
-    """The process that the calling function runs in; outside of a mesh, one that is alone.
+    """Return the process that the calling function runs in; outside of a mesh, a mesh of one process.
 
     >>> import torch
     >>> from nrl.runtime import P, cluster, shard_map
@@ -60,16 +60,16 @@ def process() -> Process:
 
 
 @contextmanager
-def entered(here: Process) -> Iterator[None]:
-    """Let `process` say ``here`` inside of the block."""
-    token = _HERE.set(here)
+def enter_process(current: Process) -> Iterator[None]:
+    """Let `process` return ``current`` inside of the block."""
+    token = _HERE.set(current)
     try:
         yield
     finally:
         _HERE.reset(token)
 
 
-def perform(who: str, fn: Callable[..., Any], args: Sequence[Any], outs: Out | tuple[Out, ...]) -> list[Any]:
+def perform(caller: str, fn: Callable[..., Any], args: Sequence[Any], outs: Out | tuple[Out, ...]) -> list[Any]:
     """Call a function, and return its results, one for each of ``outs``.
 
     Raises:
@@ -80,34 +80,34 @@ def perform(who: str, fn: Callable[..., Any], args: Sequence[Any], outs: Out | t
     try:
         result = fn(*args)
     finally:
-        since, spent = _CALLS[process().mesh]  # the call itself may have asked for `idle`
+        since, spent = _CALLS[process().mesh]  # The call itself may have called `measure_idle`.
         _CALLS[process().mesh] = since, spent + time.perf_counter() - max(begun, since)
     if isinstance(outs, Out):
         return [result]
     if not isinstance(result, tuple) or len(result) != len(outs):
-        raise PlacementError(f"{who}: {len(outs)} out_specs, so it must return a tuple of {len(outs)} values")
+        raise PlacementError(f"{caller}: {len(outs)} out_specs, so it must return a tuple of {len(outs)} values")
     return list(result)
 
 
 _CALLS: dict[str, tuple[float, float]] = {}
-"""By mesh: since when calls are counted, and the seconds that calls have taken since then."""
+"""For each mesh, the time since when calls are counted, and the seconds that calls have taken since then."""
 
 
-def idle(begun: float, now: float) -> tuple[float, float]:
-    """How long this process had no call of its mesh to run, since this was asked before, or since its first call.
+def measure_idle(begun: float, end: float) -> tuple[float, float]:
+    """Return how long this process has had no call of its mesh to run, since the last query or its first call.
 
     Args:
-        begun: when the call that asks began, by `time.perf_counter`.
-        now: the time.
+        begun: the time at which the calling function's call began, by `time.perf_counter`.
+        end: the time.
 
     Returns:
         Seconds without a call, and all seconds.
 
-    >>> idle(3.0, 5.0)  # no call was counted before
+    >>> measure_idle(3.0, 5.0)  # no call was counted before
     (0.0, 2.0)
-    >>> idle(9.0, 10.0)
+    >>> measure_idle(9.0, 10.0)
     (4.0, 5.0)
     """
     since, spent = _CALLS.get(process().mesh, (begun, 0.0))
-    _CALLS[process().mesh] = now, 0.0
-    return max(0.0, max(begun, since) - since - spent), now - since
+    _CALLS[process().mesh] = end, 0.0
+    return max(0.0, max(begun, since) - since - spent), end - since

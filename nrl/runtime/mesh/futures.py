@@ -11,11 +11,11 @@ from torch import Tensor
 
 from nrl.errors import DeadlineExceeded
 
-__all__ = ["Coming", "Future", "Submitted", "done", "gathered", "on_its_way"]
+__all__ = ["Future", "RemoteFuture", "Submitted", "as_future", "done", "gather"]
 
 
 class Future[T](Protocol):
-    """What a call on a mesh returns. `nrl.assign` and other mesh calls accept it in place of the value.
+    """The result of a call on a mesh. `nrl.assign` and other mesh calls accept it in place of the value.
 
     >>> future: Future[int] = done(3)
     >>> future.result()
@@ -28,7 +28,7 @@ class Future[T](Protocol):
 
 
 def done[T](value: T) -> "futures.Future[T]":
-    """A future whose value is there already.
+    """Return a future that has its value already.
 
     >>> done("ready").result()
     'ready'
@@ -52,14 +52,14 @@ class Submitted[T](futures.Future[T]):
 be waited for again
     """
 
-    def __init__(self, who: str, mesh: str) -> None:
+    def __init__(self, caller: str, mesh: str) -> None:
         super().__init__()
-        self._who, self._mesh = who, mesh
-        self._leave: Callable[[], object] | None = None
+        self._who, self._mesh = caller, mesh
+        self._abandon: Callable[[], object] | None = None
 
-    def may_be_left(self, leave: Callable[[], object]) -> None:
-        """Say how `give_up` reaches who runs the function."""
-        self._leave = leave
+    def set_abandon(self, abandon: Callable[[], object]) -> None:
+        """Set the function by which `give_up` tells the executor to abandon the call."""
+        self._abandon = abandon
 
     def give_up(self) -> None:
         """Treat a function that runs as late: it fails, and its helper is killed once nothing else runs there.
@@ -71,15 +71,15 @@ be waited for again
         >>> asked.cancelled()
         True
         """
-        if not self.cancel() and self._leave is not None and not self.done():
-            self._leave()
+        if not self.cancel() and self._abandon is not None and not self.done():
+            self._abandon()
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for the value, ``timeout`` seconds at most, and return it, or raise what the function raised."""
         try:
             return super().result(timeout)
         except TimeoutError:
-            if self.done():  # the function raised it, or has ended in this moment
+            if self.done():  # The function raised this error, or has ended in this moment.
                 return super().result()
             raise DeadlineExceeded(
                 f"{self._who} on mesh '{self._mesh}' has not returned within {timeout:.3g} s; it goes on, and may be "
@@ -93,53 +93,53 @@ be waited for again
         raise TypeError("a future is known to its own program only; give it to the call as an argument of its own")
 
 
-def gathered[T](answers: Sequence["futures.Future[T]"]) -> "futures.Future[list[T]]":
-    """A future of all results. It fails with the first answer that fails; if it fails or is cancelled, so are all.
+def gather[T](answers: Sequence["futures.Future[T]"]) -> "futures.Future[list[T]]":
+    """Return a future of all results. It fails with the first that fails; then, or if it is cancelled, all are.
 
     >>> one, two = futures.Future(), futures.Future()
-    >>> both = gathered([one, two])
+    >>> both = gather([one, two])
     >>> one.set_exception(ValueError("no"))
     >>> both.exception(), two.cancelled()
     (ValueError('no'), True)
     """
-    whole: futures.Future[list[T]] = futures.Future()
-    left = itertools.count(len(answers) - 1, -1)
+    combined: futures.Future[list[T]] = futures.Future()
+    countdown = itertools.count(len(answers) - 1, -1)
 
     def one(answer: futures.Future[T]) -> None:
-        last = next(left) == 0
-        with suppress(futures.InvalidStateError):  # it has failed, or been cancelled
+        last = next(countdown) == 0
+        with suppress(futures.InvalidStateError):  # The combined future has failed, or was cancelled.
             try:
                 answer.result()
                 if last:
-                    whole.set_result([each.result() for each in answers])
+                    combined.set_result([item.result() for item in answers])
             except BaseException as error:
-                whole.set_exception(error)
+                combined.set_exception(error)
 
     def end(_: Any) -> None:
-        if whole.cancelled() or whole.exception():
+        if combined.cancelled() or combined.exception():
             for answer in answers:
                 answer.cancel()
 
-    whole.add_done_callback(end)
+    combined.add_done_callback(end)
     for answer in answers:
         answer.add_done_callback(one)
     if not answers:
-        whole.set_result([])
-    return whole
+        combined.set_result([])
+    return combined
 
 
 @runtime_checkable
-class Coming(Protocol):
+class RemoteFuture(Protocol):
     """A future of a value that other processes compute. Calls on a mesh pass it on without waiting for it."""
 
     rows: Sequence[Tensor] | None
-    """Which rows of the value each part holds; None: it is not put together from rows."""
+    """Rows of the value that each part holds; None: the value is not assembled from rows."""
 
     like: Tensor | None
-    """A tensor of the value's dtype and shape, for where its numbers do not matter; None: these are not known."""
+    """A tensor of the value's dtype and shape, with any numbers; None: dtype and shape are not known."""
 
     def part(self, index: Tensor) -> Any:
-        """An argument of a call that stands for these rows of the value."""
+        """Return an argument of a call that stands for these rows of the value."""
         ...
 
     def result(self, timeout: float | None = None) -> Any:
@@ -147,14 +147,14 @@ class Coming(Protocol):
         ...
 
     def failure(self) -> BaseException | None:
-        """What `result` will raise, if that is known by now."""
+        """Return the error that `result` will raise, if it is known by now."""
         ...
 
 
-def on_its_way(value: Any) -> Any:
-    """Wait for a future, unless other processes can wait for it (`Coming`); any other value is returned as it is.
+def as_future(value: Any) -> Any:
+    """Wait for a future, unless other processes can wait for it (`RemoteFuture`); any other value is returned as it is.
 
-    >>> on_its_way(done(3)), on_its_way(4)
+    >>> as_future(done(3)), as_future(4)
     (3, 4)
     """
-    return value.result() if hasattr(value, "result") and not isinstance(value, Coming) else value
+    return value.result() if hasattr(value, "result") and not isinstance(value, RemoteFuture) else value

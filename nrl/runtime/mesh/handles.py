@@ -18,8 +18,8 @@ class Handle:
 
     Args:
         mesh: where the value lives.
-        owner: who may use it, by identity: a trainer, or the mesh itself for values of `shard_map`.
-        name: how errors speak of it.
+        owner: the object that may use it, by identity: a trainer, or the mesh itself for values of `shard_map`.
+        name: the name of the value in errors.
         values: the names of the local values.
 
     >>> from nrl.runtime import cluster
@@ -35,8 +35,8 @@ class Handle:
         self._values: list[Value] | None = list(values)
         self._consumer = ""
 
-    def borrow(self, owner: object, who: str) -> list[Value]:
-        """The names of the local values, to read.
+    def borrow(self, owner: object, caller: str) -> list[Value]:
+        """Return the names of the local values, to read.
 
         Raises:
             ConsumedState: the handle has been donated.
@@ -45,28 +45,28 @@ class Handle:
         """
         if self._values is None:
             raise ConsumedState(
-                f"{who}: this {self.name} was consumed by {self._consumer} already, and so was everything borrowed "
+                f"{caller}: this {self.name} was consumed by {self._consumer} already, and so was everything borrowed "
                 "from it; use what that call returned (state, metrics = step(state, batch)), or what a checkpoint has, "
                 "where Ctrl-C kept it from returning"
             )
-        self.mesh.cluster.check_open(who)
+        self.mesh.cluster.check_open(caller)
         if owner is not self.owner:
             raise ForeignState(
-                f"{who}: this {self.name} belongs to {self.owner}, not to {owner}; "
+                f"{caller}: this {self.name} belongs to {self.owner}, not to {owner}; "
                 "pass the state of the same trainer or mesh"
             )
         return self._values
 
-    def donate(self, owner: object, who: str) -> list[Value]:
-        """The names of the local values, to keep: afterwards this handle is consumed. Raises what `borrow` does."""
-        values = self.borrow(owner, who)
-        self._values, self._consumer = None, who
+    def donate(self, owner: object, caller: str) -> list[Value]:
+        """Return the names of the local values, and mark this handle as consumed. Raises as `borrow`."""
+        values = self.borrow(owner, caller)
+        self._values, self._consumer = None, caller
         return values
 
     @property
-    def consumed(self) -> bool:
-        """Whether the value has been donated."""
+    def is_consumed(self) -> bool:
+        """True if the value has been donated."""
         return self._values is None
 
     def __repr__(self) -> str:
-        return f"<{self.name} on {self.mesh.size} process(es){', consumed' if self.consumed else ''}>"
+        return f"<{self.name} on {self.mesh.size} process(es){', consumed' if self.is_consumed else ''}>"

@@ -1,4 +1,4 @@
-"""How the processes of a mesh are laid out: the sizes of its axes, as data."""
+"""The layout of a mesh: the sizes of its axes, as data."""
 
 import attrs
 from attrs.validators import ge
@@ -56,11 +56,11 @@ class Layout:
 
     @property
     def slots(self) -> int:
-        """How many slots it takes."""
+        """Number of slots that the layout takes."""
         return self.dp * self.tp * self.cp * self.pp
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a process is on each axis; ranks run over (pp, dp, cp, tp), the last one fastest.
+        """Return the position of a process on each axis; ranks run over (pp, dp, cp, tp), the last one fastest.
 
         >>> Layout(dp=2, tp=2).coordinates(3)
         {'pp': 0, 'dp': 1, 'cp': 0, 'tp': 1}
@@ -70,10 +70,10 @@ class Layout:
         pp, dp = divmod(rest, self.dp)
         return {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
 
-    def speaker(self, shard: int) -> int:
-        """The rank that gives the results for a shard: the first of the last stage, where outputs are whole.
+    def shard_leader(self, shard: int) -> int:
+        """Return the rank that gives the results of a shard: the first of the last stage, which has full outputs.
 
-        >>> Layout(dp=2, tp=2, pp=2).speaker(1)
+        >>> Layout(dp=2, tp=2, pp=2).shard_leader(1)
         6
         """
         return ((self.pp - 1) * self.dp + shard) * self.cp * self.tp

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from nrl.batch.ragged import is_ragged, parts_of
 from nrl.errors import PlacementError
-from nrl.runtime.mesh.current_process import Process, entered, perform
+from nrl.runtime.mesh.current_process import Process, enter_process, perform
 from nrl.runtime.mesh.futures import Future, Submitted, done
 from nrl.runtime.mesh.placement import Cluster, Kind, Mesh, Slots, Strategy
-from nrl.runtime.mesh.processes import Donated, Out, Processes, Rows, Value
+from nrl.runtime.mesh.processes import Donated, Out, Processes, RowSlice, Value
 from nrl.runtime.mesh.task_queue import SIDE_BY_SIDE, Desk, Helper, Task
-from nrl.runtime.threads import Daemons
+from nrl.runtime.threads import DaemonThreadPool
 from nrl.runtime.trace import profiles, timeline
 from nrl.runtime.venvs.registry import Executable, check_importable
 
@@ -57,41 +57,41 @@ class LocalCluster(Cluster):
         least: int | None = None,
         deadline: float | None = None,
     ) -> Slots:
-        """Number ``n`` places in this process."""
+        """Return ``n`` numbers for places in this process."""
         self.check_reserve(n, strategy, per_host, kind, least)
         first, self._reserved = self._reserved, self._reserved + n
         return Slots(self, tuple(range(first, first + n)))
 
     def hosts(self, indices: Sequence[int]) -> tuple[str, ...]:
-        """This one."""
+        """Return the name of this host for each slot."""
         return (socket.gethostname(),) * len(indices)
 
     def are_gpus(self, indices: Sequence[int]) -> bool:
-        """No: they are places in one process, whatever device that works on."""
+        """Return False: the slots are places in one process, whatever its device."""
         return False
 
     def start(self, mesh: Mesh, executable: Executable) -> Processes:
         """Check that this process can import what the executable is for."""
         check_importable(executable)
-        desk = Desk(mesh.name, mesh.size, self._deadline, partial(_Threads, mesh.size))
+        desk = Desk(mesh.name, mesh.size, self._deadline, partial(_ThreadHelper, mesh.size))
         self._desks.add(desk)
-        return _ThisProcess(mesh, desk)
+        return _LocalProcesses(mesh, desk)
 
     def close(self) -> None:
         """Give up submitted functions."""
         for desk in list(self._desks):
-            desk.close(self.left)
+            desk.close(self.closed_error)
 
 
 @attrs.frozen
-class _Here:
-    """The name of a value in this process: it holds the value."""
+class _LocalValue:
+    """A value in this process, as its own name."""
 
     value: Any
 
 
 @attrs.frozen
-class _Ready:
+class _LocalResults:
     results: list[Any]
 
     def then[T](
@@ -101,7 +101,7 @@ class _Ready:
 
 
 @attrs.frozen
-class _ThisProcess:
+class _LocalProcesses:
     mesh: Mesh
     desk: Desk
 
@@ -110,15 +110,15 @@ class _ThisProcess:
         return 1
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         return False
 
-    def end(self, why: BaseException) -> None:
-        """It is the program itself."""
+    def end(self, reason: BaseException) -> None:
+        """Do nothing: the process is the program itself."""
 
     def call(
         self,
-        who: str,
+        caller: str,
         fn: Callable[..., Any],
         args: Sequence[Sequence[Any]],
         outs: Out | tuple[Out, ...],
@@ -126,92 +126,92 @@ class _ThisProcess:
         turn: bool = True,
         sent: Callable[[], object] | None = None,
     ) -> list[Any]:
-        started, now = timeline.stopwatch()
-        found = []
-        with profiles.tracing(profiles.trace_path(self.mesh.name, who)):
-            for rank, given in enumerate(args):
-                with entered(Process(rank, len(args), None, self.mesh.name)):
-                    found.append(perform(who, fn, [_local(arg) for arg in given], outs))
-        if timeline.shown():
-            timeline.record(self.mesh.name, 0, who, started, now())
+        started, clock = timeline.stopwatch()
+        results = []
+        with profiles.tracing(profiles.trace_path(self.mesh.name, caller)):
+            for rank, values in enumerate(args):
+                with enter_process(Process(rank, len(args), None, self.mesh.name)):
+                    results.append(perform(caller, fn, [_resolve(arg) for arg in values], outs))
+        if timeline.are_calls_shown():
+            timeline.record(self.mesh.name, 0, caller, started, clock())
         kinds = outs if isinstance(outs, tuple) else (outs,)
-        columns = zip(*found, strict=True)
-        given = [_given(who, list(column), kind) for column, kind in zip(columns, kinds, strict=True)]
+        columns = zip(*results, strict=True)
+        values = [_wrap_results(caller, list(column), kind) for column, kind in zip(columns, kinds, strict=True)]
         if sent is not None:
             sent()
-        return given
+        return values
 
     def submit(
-        self, who: str, fn: Callable[..., Any], args: Sequence[Any], rank: int | None, deadline: float | None
+        self, caller: str, fn: Callable[..., Any], args: Sequence[Any], rank: int | None, deadline: float | None
     ) -> Submitted[Any]:
-        return self.desk.submit(who, fn, args, rank, deadline, partial)
+        return self.desk.submit(caller, fn, args, rank, deadline, partial)
 
 
-class _Threads(Helper):
-    """Threads of this process, which nobody waits for."""
+class _ThreadHelper(Helper):
+    """Threads of this process, which are not awaited on exit."""
 
     fate = "its thread cannot be ended, and goes on"
 
     def __init__(self, size: int, desk: Desk, rank: int) -> None:
         super().__init__(desk, rank)
-        self.here = Process(rank, size, None, desk.mesh)
-        self.ready, self._threads = True, Daemons(SIDE_BY_SIDE, desk.label)
+        self.process = Process(rank, size, None, desk.mesh)
+        self.ready, self._threads = True, DaemonThreadPool(SIDE_BY_SIDE, desk.label)
 
     def begin(self, task: Task) -> None:
         self._threads.submit(self._run, task)
 
     def _run(self, task: Task) -> None:
-        started, now = timeline.stopwatch()
+        started, clock = timeline.stopwatch()
         value, error = None, None
         try:
-            with entered(self.here):
+            with enter_process(self.process):
                 value = task.load()
         except BaseException as raised:
             error = raised
         if task.shown:
-            timeline.record(self.desk.label, self.rank, task.who, started, now())
+            timeline.record(self.desk.label, self.rank, task.who, started, clock())
         self.desk.over(self, task)
         task.settle(value, error)
 
     def end(self) -> None:
-        """They end when their functions return."""
+        """Do nothing: the threads end when their functions return."""
 
 
-def _local(arg: Any) -> Any:
-    """The value that an argument stands for."""
+def _resolve(arg: Any) -> Any:
+    """Return the value that an argument stands for."""
     match arg:
-        case _Here(value) | Donated(_Here(value)):
+        case _LocalValue(value) | Donated(_LocalValue(value)):
             return value
-        case Rows():
+        case RowSlice():
             return arg.open()
         case _:
             return arg
 
 
-def _given(who: str, results: list[Any], kind: Out) -> list[Value] | _Ready:
+def _wrap_results(caller: str, results: list[Any], kind: Out) -> list[Value] | _LocalResults:
     match kind:
-        case Out.kept:
-            return [_Here(result) for result in results]
-        case Out.each | Out.all:
-            return _Ready(results)
+        case Out.on_rank:
+            return [_LocalValue(result) for result in results]
+        case Out.per_shard | Out.all:
+            return _LocalResults(results)
         case Out.first:
-            return _Ready(results[:1])
-        case Out.same:
-            if not all(_same(results[0], other) for other in results[1:]):
-                raise PlacementError(f"{who}: {DIFFER}")
-            return _Ready(results[:1])
+            return _LocalResults(results[:1])
+        case Out.replicated:
+            if not all(_are_equal(results[0], other) for other in results[1:]):
+                raise PlacementError(f"{caller}: {DIFFER}")
+            return _LocalResults(results[:1])
 
 
-def _same(a: Any, b: Any) -> bool:
+def _are_equal(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if is_ragged(a) and is_ragged(b):
-        return _same(parts_of(a), parts_of(b))
+        return _are_equal(parts_of(a), parts_of(b))
     if isinstance(a, Tensor):
         alike = a.shape == b.shape and a.dtype == b.dtype
         return alike and bool(((a == b) | ((a != a) & (b != b))).all())  # NaN is the same as NaN here
     if isinstance(a, Mapping | TensorDict):
-        return set(a.keys()) == set(b.keys()) and all(_same(a[key], b[key]) for key in a.keys())
+        return set(a.keys()) == set(b.keys()) and all(_are_equal(a[key], b[key]) for key in a.keys())
     if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(_same, a, b))
+        return len(a) == len(b) and all(map(_are_equal, a, b))
     return bool(a == b) or (a != a and b != b)

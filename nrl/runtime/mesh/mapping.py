@@ -18,10 +18,10 @@ from nrl.arguments import checked
 from nrl.batch import Batch, deal, microbatches, restore
 from nrl.batch.metrics import Ess, Max, Mean, Metrics, Min, Sum, merge
 from nrl.errors import ConsumedState, PlacementError
-from nrl.runtime.mesh.futures import Coming, on_its_way
+from nrl.runtime.mesh.futures import RemoteFuture, as_future
 from nrl.runtime.mesh.handles import Handle
 from nrl.runtime.mesh.placement import Mesh
-from nrl.runtime.mesh.processes import Donated, Out, Rows
+from nrl.runtime.mesh.processes import Donated, Out, RowSlice
 from nrl.runtime.mesh.rpc import only, watched
 
 __all__ = ["P", "Spec", "donated", "merged", "microbatched", "resident", "shard_map"]
@@ -135,11 +135,11 @@ def shard_map(
         specs = [in_specs] * len(args) if isinstance(in_specs, P | Spec) else list(in_specs)
         if len(specs) != len(args):
             raise PlacementError(f"{who}: {len(specs)} in_specs for {len(args)} arguments; give one for each")
-        values = [arg if isinstance(arg, Handle) else on_its_way(arg) for arg in args]
+        values = [arg if isinstance(arg, Handle) else as_future(arg) for arg in args]
         _check_handles(who, values, specs)
         rows = _rows(who, values, specs, mesh.dp)
         columns = [_spread(who, value, spec, rows, mesh) for value, spec in zip(values, specs, strict=True)]
-        locals_ = [list(each) for each in zip(*columns, strict=True)] if columns else [[] for _ in mesh.called]
+        locals_ = [list(each) for each in zip(*columns, strict=True)] if columns else [[] for _ in mesh.called_shards]
         kinds = [out_specs] if isinstance(out_specs, P | Spec) else out_specs
         if rows is None and P("dp") in kinds:
             raise PlacementError(f"{who}: out_specs has P('dp'), but no argument was split by rows")
@@ -160,8 +160,8 @@ def _out(who: str, spec: _AnySpec) -> Out:
     if spec is donated:
         raise PlacementError(f"{who}: donated is a spec for arguments; a result that stays on the mesh is resident")
     if spec is resident:
-        return Out.kept
-    return Out.same if spec == P() else Out.each
+        return Out.on_rank
+    return Out.replicated if spec == P() else Out.per_shard
 
 
 def _check_handles(who: str, values: Sequence[Any], specs: Sequence[_AnySpec]) -> None:
@@ -182,19 +182,19 @@ def _rows(who: str, values: list[Any], specs: Sequence[_AnySpec], n: int) -> lis
     split = [index for index, spec in enumerate(specs) if spec == P("dp")]
     if not split:
         return None
-    coming = [values[index] for index in split if isinstance(values[index], Coming)]
+    coming = [values[index] for index in split if isinstance(values[index], RemoteFuture)]
     if len(coming) < len(split) or any(value.rows is None or len(value.rows) != n for value in coming):
         for index in split:
-            if isinstance(values[index], Coming) and values[index].rows is None:
+            if isinstance(values[index], RemoteFuture) and values[index].rows is None:
                 values[index] = values[index].result()
     for index in split:
         value = values[index]
-        if not isinstance(value, Coming) and (not isinstance(value, Tensor | TensorDict) or value.ndim == 0):
+        if not isinstance(value, RemoteFuture) and (not isinstance(value, Tensor | TensorDict) or value.ndim == 0):
             raise PlacementError(f"{who}: P('dp') splits the rows of a tensor or a batch; found {type(value).__name__}")
     sizes = [_length(values[index]) for index in split]
     if len(set(sizes)) > 1:
         raise PlacementError(f"{who}: arguments with P('dp') have different numbers of rows: {sizes}")
-    here = [values[index] for index in split if not isinstance(values[index], Coming)]
+    here = [values[index] for index in split if not isinstance(values[index], RemoteFuture)]
     batches = [value for value in here if isinstance(value, TensorDict) and "input_ids" in value.keys()]
     if batches:
         return deal(batches[0], n)
@@ -204,17 +204,17 @@ def _rows(who: str, values: list[Any], specs: Sequence[_AnySpec], n: int) -> lis
 
 
 def _length(value: Any) -> int:
-    return sum(len(part) for part in value.rows or ()) if isinstance(value, Coming) else len(value)
+    return sum(len(part) for part in value.rows or ()) if isinstance(value, RemoteFuture) else len(value)
 
 
 def _spread(who: str, value: Any, spec: _AnySpec, rows: list[Tensor] | None, mesh: Mesh) -> list[Any]:
     """What each rank gets of an argument."""
     if spec == P("dp"):
         assert rows is not None
-        parts = [value.part(index) if isinstance(value, Coming) else Rows(value, index) for index in rows]
-        return [parts[shard] for shard in mesh.called]
+        parts = [value.part(index) if isinstance(value, RemoteFuture) else RowSlice(value, index) for index in rows]
+        return [parts[shard] for shard in mesh.called_shards]
     if spec == P():
-        return [value] * len(mesh.called)
+        return [value] * len(mesh.called_shards)
     if spec is merged:
         raise PlacementError(f"{who}: merged is a spec for results; use P() for metrics that go in")
     if not isinstance(value, Handle):
@@ -233,7 +233,7 @@ def _collect(who: str, result: Any, spec: _AnySpec, rows: list[Tensor] | None, m
     if spec == P():
         return result.then(only)
     assert rows is not None
-    return result.then(functools.partial(restore, rows, who=who), rows)
+    return result.then(functools.partial(restore, rows, caller=who), rows)
 
 
 def _sum(who: str, results: list[Any]) -> Metrics:

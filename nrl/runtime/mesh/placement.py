@@ -31,7 +31,7 @@ __all__ = ["Cluster", "Kind", "Mesh", "Slots", "Strategy", "as_mesh"]
 type Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 
 type Kind = Literal["gpu", "cpu"]
-"""What a slot is: a GPU and a CPU, or a CPU alone."""
+"""The resources of a slot: a GPU and a CPU, or a CPU alone."""
 
 _NUMBERS = itertools.count()
 
@@ -50,18 +50,20 @@ class Cluster(ABC):
 
     def __init__(self, name: str) -> None:
         self.name, self.open = name, True
-        self._held: list[futures.Future[Any]] = []
+        self._awaited: list[futures.Future[Any]] = []
         self._threads: list[threading.Thread] = []
         self._guard = threading.Lock()
 
-    def hold(self, work: "futures.Future[Any]") -> None:
-        """Keep processes alive until this has ended: it needs them, and its errors are told elsewhere."""
-        self._held = [*(each for each in self._held if not each.done()), work]
+    def wait_for_on_exit(self, work: "futures.Future[Any]") -> None:
+        """Keep processes alive until this work has ended. Its errors are reported elsewhere."""
+        self._awaited = [*(future for future in self._awaited if not future.done()), work]
 
     def settle(self) -> None:
-        """Wait until all that `hold` knows has ended; called when the ``with`` block is left, also after an error."""
-        while self._held:
-            wait_for(self._held.pop(), partial("cluster '{0}': waiting for a checkpoint ({1:.0f} s)".format, self.name))
+        """Wait for the work of `wait_for_on_exit`; called when the ``with`` block is left, also after an error."""
+        while self._awaited:
+            wait_for(
+                self._awaited.pop(), partial("cluster '{0}': waiting for a checkpoint ({1:.0f} s)".format, self.name)
+            )
 
     @abstractmethod
     def reserve(
@@ -96,7 +98,7 @@ class Cluster(ABC):
 
     @abstractmethod
     def hosts(self, indices: Sequence[int]) -> tuple[str, ...]:
-        """The host of each slot; `Slots.hosts` calls it."""
+        """Return the host of each slot; `Slots.hosts` calls it."""
 
     def thread(self, work: Callable[..., object], *args: Any, name: str) -> None:
         """Let a daemon thread do what needs this cluster. On leaving it is waited for: `check_open` tells it to end.
@@ -109,20 +111,20 @@ class Cluster(ABC):
         thread = threading.Thread(target=work, args=args, name=name, daemon=True)
         with self._guard:
             thread.start()
-            self._threads = [*(each for each in self._threads if each.is_alive()), thread]
+            self._threads = [*(other for other in self._threads if other.is_alive()), thread]
 
     def join(self, seconds: float) -> bool:
-        """Whether every `thread` has ended within so many seconds."""
+        """Return whether every `thread` has ended within this many seconds."""
         until = time.monotonic() + seconds
-        while alive := [each for each in self._threads if each.is_alive()]:  # one may have started another
-            if (left := until - time.monotonic()) <= 0:
+        while alive := [thread for thread in self._threads if thread.is_alive()]:  # a thread may have started another
+            if (remaining := until - time.monotonic()) <= 0:
                 return False
-            alive[0].join(left)
+            alive[0].join(remaining)
         return True
 
     @abstractmethod
     def are_gpus(self, indices: Sequence[int]) -> bool:
-        """Whether slots are GPUs; `Slots.gpus` calls it."""
+        """Return whether slots are GPUs; `Slots.gpus` calls it."""
 
     @abstractmethod
     def start(self, mesh: "Mesh", executable: Executable) -> Processes:
@@ -140,17 +142,17 @@ class Cluster(ABC):
         """Take back slots and end processes; called when the ``with`` block is left."""
         return
 
-    def left(self, who: str) -> ClosedCluster:
-        """The error of what needs the cluster after its ``with`` block."""
+    def closed_error(self, caller: str) -> ClosedCluster:
+        """Return the error for a caller that needs the cluster after its ``with`` block."""
         return ClosedCluster(
-            f"{who}: the cluster '{self.name}' has been left, and what it held is gone; "
+            f"{caller}: the cluster '{self.name}' has been left, and what it held is gone; "
             "keep the call inside `with nrl.cluster(...)`"
         )
 
-    def check_open(self, who: str) -> None:
+    def check_open(self, caller: str) -> None:
         """Raise `ClosedCluster` if the ``with`` block of this cluster has been left."""
         if not self.open:
-            raise self.left(who)
+            raise self.closed_error(caller)
 
     def check_reserve(
         self, n: int, strategy: Strategy | None, per_host: int | None, kind: Kind | None, least: int | None
@@ -192,10 +194,10 @@ class Slots:
     indices: tuple[int, ...]
 
     def __repr__(self) -> str:
-        on = defaultdict[str, list[int]](list)
+        by_host = defaultdict[str, list[int]](list)
         for index, host in zip(self.indices, self.hosts, strict=True):
-            on[host].append(index)
-        return f"Slots({'; '.join(f'{", ".join(map(str, slots))} on {host}' for host, slots in on.items())})"
+            by_host[host].append(index)
+        return f"Slots({'; '.join(f'{", ".join(map(str, slots))} on {host}' for host, slots in by_host.items())})"
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -204,14 +206,14 @@ class Slots:
 
     @property
     def gpus(self) -> bool:
-        """Whether each of them is a GPU of its own on the cluster."""
+        """True if each slot is a GPU of its own on the cluster."""
         return self.cluster.are_gpus(self.indices)
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def __getitem__(self, index: int | slice) -> "Slots":
-        """Some of the slots; a single index gives a single slot."""
+        """Return a subset of the slots; a single index gives a single slot."""
         chosen = self.indices[index]
         return Slots(self.cluster, chosen if isinstance(chosen, tuple) else (chosen,))
 
@@ -225,7 +227,7 @@ class Slots:
         name: str | None = None,
         layout: Layout | None = None,
     ) -> "Mesh":
-        """A mesh over all of these slots; ``dp=-1`` takes what the other axes leave.
+        """Make a mesh over all of these slots; ``dp=-1`` takes the slots that the other axes leave.
 
         Args:
             dp: data parallel; batches are split along it.
@@ -253,16 +255,17 @@ class Slots:
             raise PlacementError(
                 f"mesh: axes must be positive (dp may be -1); found dp={dp}, tp={tp}, pp={pp}, cp={cp}"
             )
-        others = tp * pp * cp
-        if dp == -1 and len(self) % others == 0:
-            dp = len(self) // others
-        if layout is None and dp * others == len(self):
+        model_axes = tp * pp * cp
+        if dp == -1 and len(self) % model_axes == 0:
+            dp = len(self) // model_axes
+        if layout is None and dp * model_axes == len(self):
             layout = Layout(dp, tp=tp, cp=cp, pp=pp)
         if layout is None or layout.slots != len(self):
-            of = layout or Layout(abs(dp), tp=tp, cp=cp, pp=pp)
+            axes = layout or Layout(abs(dp), tp=tp, cp=cp, pp=pp)
             raise PlacementError(
-                f"mesh: dp={of.dp if layout else dp} tp={of.tp} pp={of.pp} cp={of.cp} is {of.slots} processes, but "
-                f"there are {len(self)} slots; slice the slots, or choose axes whose product is their number"
+                f"mesh: dp={axes.dp if layout else dp} tp={axes.tp} pp={axes.pp} cp={axes.cp} is {axes.slots} "
+                f"processes, but there are {len(self)} slots; slice the slots, or choose axes whose product is their "
+                "number"
             )
         return Mesh(self, layout, executable, name or f"mesh{next(_NUMBERS)}")
 
@@ -296,12 +299,12 @@ class Mesh:
 
     @property
     def dp(self) -> int:
-        """How many shards a batch is split into."""
+        """Number of shards that a batch is split into."""
         return self.layout.dp
 
     @property
     def tp(self) -> int:
-        """How many processes every layer is split over."""
+        """Number of processes that every layer is split over."""
         return self.layout.tp
 
     @property
@@ -310,8 +313,8 @@ class Mesh:
         return self.layout.slots
 
     @property
-    def called(self) -> list[int]:
-        """The shards that its processes are called for, one for each call."""
+    def called_shards(self) -> list[int]:
+        """Shards that the processes are called for, one for each call."""
         return [*range(self.dp)] if self.processes.count == 1 else [self.shard_of(rank) for rank in range(self.size)]
 
     @property
@@ -320,7 +323,7 @@ class Mesh:
         return self.slots.cluster
 
     def shard_of(self, rank: int) -> int:
-        """Which shard of a batch a rank gets: its dp coordinate."""
+        """Return the shard of a batch that a rank gets: its dp coordinate."""
         return self.layout.coordinates(rank)["dp"]
 
     def submit[T](
@@ -348,22 +351,22 @@ class Mesh:
         ...     here.reserve(2).mesh().submit(len, "abc").result()
         3
         """
-        self.cluster.check_open(who := f"submit({name_of(fn)})")
-        return self.processes.submit(who, fn, args, rank, deadline)
+        self.cluster.check_open(caller := f"submit({name_of(fn)})")
+        return self.processes.submit(caller, fn, args, rank, deadline)
 
 
-def _instead_of_slots(value: Any) -> str:
+def _suggest_slots(value: Any) -> str:
     if isinstance(value, Cluster):
         return "reserve slots of it: cluster.reserve(8), or cluster.reserve(1) on one device"
     return "give slots, as cluster.reserve(8) returns them, or a mesh"
 
 
-register_kind(Slots, _instead_of_slots)
+register_kind(Slots, _suggest_slots)
 register_kind(Mesh, lambda value: "give a mesh, as slots.mesh() returns one")
 
 
 def as_mesh(
-    place: Slots | Mesh, executable: str | Executable, name: str | None = None, layout: Layout | None = None
+    slots: Slots | Mesh, executable: str | Executable, name: str | None = None, layout: Layout | None = None
 ) -> Mesh:
     """Return a mesh as it is; make one of slots, with this layout, or with all of them along dp.
 
@@ -375,8 +378,8 @@ def as_mesh(
     ...     as_mesh(here.reserve(2), "base").dp
     2
     """
-    if not isinstance(place, Mesh):
-        return place.mesh(executable=executable, name=name, layout=layout)
-    if layout not in (None, place.layout):
-        raise PlacementError(f"{name}: layout={layout}, but a mesh was given that has {place.layout}; leave one out")
-    return place
+    if not isinstance(slots, Mesh):
+        return slots.mesh(executable=executable, name=name, layout=layout)
+    if layout not in (None, slots.layout):
+        raise PlacementError(f"{name}: layout={layout}, but a mesh was given that has {slots.layout}; leave one out")
+    return slots

@@ -1,4 +1,4 @@
-"""The processes of a mesh as everything above them sees them: they call functions, and something comes of it."""
+"""The interface of a mesh's processes: calls of functions, their arguments and their results."""
 
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -12,17 +12,17 @@ from torch import Tensor
 from nrl.batch.ragged import take
 from nrl.runtime.mesh.futures import Future, Submitted
 
-__all__ = ["Donated", "Out", "Processes", "Results", "Rows", "Value"]
+__all__ = ["Donated", "Out", "Processes", "Results", "RowSlice", "Value"]
 
 
 class Out(Enum):
-    """How a result of a function that runs in each process comes back."""
+    """The destination of a result of a function that runs in each process."""
 
-    kept = "kept"  # it stays where it is; the driver holds a `Value` for each process
-    each = "each"  # for every shard, in their order, from the rank that speaks for it; see `Layout.speaker`
-    all = "all"  # from every rank, in their order
-    same = "same"  # once, and it is checked that all have the same
-    first = "first"  # from the rank that speaks for the first shard
+    on_rank = "on_rank"  # The value stays in its process; the driver holds a `Value` for each process.
+    per_shard = "per_shard"  # One value per shard, in order, from the shard's leader; see `Layout.shard_leader`.
+    all = "all"  # One value per rank, in order.
+    replicated = "replicated"  # One value, after a check that all ranks have the same one.
+    first = "first"  # One value, from the leader of the first shard.
 
 
 class Value(Protocol):
@@ -37,39 +37,39 @@ class Donated:
 
 
 @attrs.frozen(eq=False)
-class Rows:
-    """An argument: some rows of a tensor or batch, locked if it is one.
+class RowSlice:
+    """An argument: a subset of the rows of a tensor or of a batch, which is locked.
 
     >>> import torch
-    >>> Rows(torch.arange(3) + 10, torch.tensor([2, 0])).open().tolist()
+    >>> RowSlice(torch.arange(3) + 10, torch.tensor([2, 0])).open().tolist()
     [12, 10]
     """
 
-    whole: Tensor | TensorDict
+    source: Tensor | TensorDict
     index: Tensor
 
     def open(self) -> Tensor | TensorDict:
-        """The rows themselves."""
-        part: Tensor | TensorDict = take(self.whole, self.index)
+        """Return the rows."""
+        part: Tensor | TensorDict = take(self.source, self.index)
         return part.lock_() if isinstance(part, TensorDict) else part
 
     def are_all(self) -> bool:
-        """Whether these are all rows in their order, so that ``whole`` will do."""
-        return len(self.index) == len(self.whole) and torch.equal(self.index, torch.arange(len(self.whole)))
+        """Return whether these are all rows in their order, so that ``source`` itself can be sent."""
+        return len(self.index) == len(self.source) and torch.equal(self.index, torch.arange(len(self.source)))
 
 
 class Results(Protocol):
-    """Results on their way from processes, for one of the `Out` of a call."""
+    """Pending results of a call in several processes, for one of its `Out` values."""
 
     def then[T](
         self, combine: Callable[[list[Any]], T], rows: Sequence[Tensor] | None = None, like: Tensor | None = None
     ) -> Future[T]:
-        """A future of ``combine(results)``; it may run in this process or in another.
+        """Return a future of ``combine(results)``, which may run in this process or in another.
 
         Args:
             combine: makes the value of the list of results.
             rows: which rows of the value each result holds, where ``combine`` puts rows in order, in new memory.
-            like: stands for the value; see `nrl.runtime.mesh.futures.Coming`.
+            like: stands for the value; see `nrl.runtime.mesh.futures.RemoteFuture`.
         """
         ...
 
@@ -79,21 +79,21 @@ class Processes(Protocol):
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Number of processes."""
         ...
 
     @property
-    def ended(self) -> bool:
-        """Whether they are gone, since one died or a call exceeded its deadline."""
+    def has_ended(self) -> bool:
+        """True if the processes are gone, since one died or a call exceeded its deadline."""
         ...
 
-    def end(self, why: BaseException) -> None:
-        """Kill them, unless they are this process; from now on calls raise ``why``."""
+    def end(self, reason: BaseException) -> None:
+        """Kill the processes, unless they are this one; from now on calls raise ``reason``."""
         ...
 
     def call(
         self,
-        who: str,
+        caller: str,
         fn: Callable[..., Any],
         args: Sequence[Sequence[Any]],
         outs: Out | tuple[Out, ...],
@@ -104,11 +104,11 @@ class Processes(Protocol):
         """Call ``fn`` in each process, with that process's arguments.
 
         Args:
-            who: how errors name the call.
+            caller: how errors name the call.
             fn: what to call.
-            args: a list of arguments for each process: plain values, a `Value` (borrowed) or `Donated`, `Rows`, and
-                futures of other meshes (`nrl.runtime.mesh.futures.Coming`) or parts of them. One process that stands
-                for many calls ``fn`` with each list in turn.
+            args: a list of arguments for each process: plain values, a `Value` (borrowed) or `Donated`, `RowSlice`, and
+                futures of other meshes (`nrl.runtime.mesh.futures.RemoteFuture`) or parts of them. One process that
+                stands for many calls ``fn`` with each list in turn.
             outs: one for each result if ``fn`` returns a tuple, else one.
             turn: whether this mesh takes its turn on devices that it shares with others: their values leave the
                 devices, and its own come back. False: all values stay where they are.
@@ -121,7 +121,7 @@ class Processes(Protocol):
         ...
 
     def submit(
-        self, who: str, fn: Callable[..., Any], args: Sequence[Any], rank: int | None, deadline: float | None
+        self, caller: str, fn: Callable[..., Any], args: Sequence[Any], rank: int | None, deadline: float | None
     ) -> Submitted[Any]:
         """Call ``fn`` beside one process, and beside its calls; see `Mesh.submit`."""
         ...

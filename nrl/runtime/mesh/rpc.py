@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from tensordict import TensorDict
 
-from nrl.batch import unchanged
+from nrl.batch import forbid_writes
 from nrl.runtime.mesh.placement import Mesh
 from nrl.runtime.mesh.processes import Out
 
@@ -28,7 +28,7 @@ def call(
     who: str,
     fn: Callable[..., Any],
     *args: Any,
-    outs: Out | tuple[Out, ...] = Out.kept,
+    outs: Out | tuple[Out, ...] = Out.on_rank,
     turn: bool = True,
     sent: Callable[[], object] | None = None,
 ) -> Any:
@@ -97,5 +97,5 @@ def watched(fn: Callable[..., Any], name: str, *args: Any) -> Any:
     with ExitStack() as stack:
         for value in args:
             if isinstance(value, TensorDict):
-                stack.enter_context(unchanged(value, name))
+                stack.enter_context(forbid_writes(value, name))
         return fn(*args)

@@ -21,10 +21,10 @@ import attrs
 
 from nrl.algos import name_of
 from nrl.errors import ArgumentError, DeadlineExceeded, PlacementError
-from nrl.runtime.mesh.futures import Submitted, on_its_way
+from nrl.runtime.mesh.futures import Submitted, as_future
 from nrl.runtime.mesh.handles import Handle
 from nrl.runtime.mesh.rpc import watched
-from nrl.runtime.threads import Daemons
+from nrl.runtime.threads import DaemonThreadPool
 from nrl.runtime.trace import timeline
 
 __all__ = ["SIDE_BY_SIDE", "THREADS", "Desk", "Helper", "Task"]
@@ -32,10 +32,10 @@ __all__ = ["SIDE_BY_SIDE", "THREADS", "Desk", "Helper", "Task"]
 SIDE_BY_SIDE = 32
 """How many functions a helper runs at once."""
 
-THREADS = Daemons(32, "submitted")
+THREADS = DaemonThreadPool(32, "submitted")
 """Where results are opened and errors are looked into, for whoever waits for them."""
 
-_ARGUMENTS = Daemons(1000, "arguments")  # each waits for futures that a function is to be given
+_ARGUMENTS = DaemonThreadPool(1000, "arguments")  # each waits for futures that a function is to be given
 _ENDING = 5.0  # seconds for the desk's thread to end
 
 
@@ -192,12 +192,12 @@ class Desk:
                 f"{who}: a handle was given; submitted functions run beside the processes that hold values, and cannot "
                 "reach them. Use nrl.shard_map, or submit what it returns of the value with P()"
             )
-        task = Task(who, rank, deadline or self.deadline, Submitted(who, self.mesh), shown=timeline.shown())
-        task.future.may_be_left(lambda: self._posted.put(functools.partial(self._give_up, task)))
+        task = Task(who, rank, deadline or self.deadline, Submitted(who, self.mesh), shown=timeline.are_calls_shown())
+        task.future.set_abandon(lambda: self._posted.put(functools.partial(self._give_up, task)))
         fn = functools.partial(watched, fn, name_of(fn))
 
         def arrive() -> None:
-            task.load = packed(fn, *(on_its_way(arg) for arg in args))
+            task.load = packed(fn, *(as_future(arg) for arg in args))
             self._admit(task)
 
         if any(hasattr(arg, "result") for arg in args):

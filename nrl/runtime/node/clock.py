@@ -1,20 +1,19 @@
-"""What a host says of itself: its clock, and how many processors Ray's processes may use there."""
+"""The clock of a host, and the number of processors for Ray's processes."""
 
 import time
 
-from nrl.runtime.node.cgroups import cores
+from nrl.runtime.node.cgroups import usable_cores
 
-__all__ = ["clock_and_cores"]
+__all__ = ["read_clock_and_cores"]
 
 
-def clock_and_cores(deadline: float = 0.0) -> tuple[float, int]:
-    """The time of day, in seconds since the epoch, and a number of processors.
+def read_clock_and_cores(deadline: float = 0.0) -> tuple[float, int]:
+    """Return the time of day, in seconds since the epoch, and the number of usable processors.
 
     Args:
-        deadline: seconds for the answer. `nrl.runtime.ray.nodes` gives it to every function that it calls on nodes;
-            this one answers at once.
+        deadline: not used. `nrl.runtime.ray.nodes` passes it to every function that it calls on nodes.
 
-    >>> clock_and_cores()[1] > 0
+    >>> read_clock_and_cores()[1] > 0
     True
     """
-    return time.time(), cores()
+    return time.time(), usable_cores()

@@ -7,75 +7,75 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
-__all__ = ["device_files", "gpus", "links_of"]
+__all__ = ["inspect_gpus", "list_device_files", "parse_links"]
 
 _DEVICES = "/dev"
 _PATIENCE = 20.0  # seconds: without persistence mode a driver starts its devices first
 
 
-def gpus() -> dict[str, Any] | None:
-    """Driver, the newest CUDA that it can run, devices, and their links; None: there are none.
+def inspect_gpus() -> dict[str, Any] | None:
+    """Return the driver, the newest CUDA that it can run, devices, and their links; None: there are no GPUs.
 
     Returns:
-        ``unseen`` has the devices that the system has where there is no ``nvidia-smi`` to say more of them.
-        ``error`` is text where nvidia-smi fails, such as a driver that does not fit it. Memory is in bytes. ``links``
-        has a list for each device, of how it is linked to each: ``X`` is itself, ``NV18`` are 18 NVLinks, ``PIX``,
-        ``PXB``, ``PHB``, ``NODE`` and ``SYS`` ways over PCIe, from the nearest to the farthest.
+        ``unseen`` lists device files on a system without ``nvidia-smi``. ``error`` is a text if nvidia-smi fails, such
+        as for a driver of another version. Memory is in bytes. ``links`` has a list for each device, of its link to
+        each: ``X`` is the device itself, ``NV18`` are 18 NVLinks; ``PIX``, ``PXB``, ``PHB``, ``NODE`` and ``SYS`` are
+        links over PCIe, from the nearest to the farthest.
     """
-    nothing: dict[str, Any] = {"driver": None, "cuda": None, "devices": [], "links": [], "error": "", "unseen": []}
+    empty: dict[str, Any] = {"driver": None, "cuda": None, "devices": [], "links": [], "error": "", "unseen": []}
     program = shutil.which("nvidia-smi")
     if program is None:
-        unseen = device_files()
-        return {**nothing, "unseen": unseen} if unseen else None
+        unseen = list_device_files()
+        return {**empty, "unseen": unseen} if unseen else None
     try:
-        text = _output(program, "-q", "-x")
+        text = _run(program, "-q", "-x")
         top = ET.fromstring(text)
     except (OSError, subprocess.SubprocessError, ET.ParseError) as error:
         wrote = getattr(error, "stdout", None) or getattr(error, "stderr", None) or error
-        return {**nothing, "error": " ".join(str(wrote).split())[:300]}
+        return {**empty, "error": " ".join(str(wrote).split())[:300]}
     devices = [
         {
-            "name": each.findtext("product_name", "?"),
-            "memory": _bytes(each.findtext("fb_memory_usage/total", "")),
-            "used": _bytes(each.findtext("fb_memory_usage/used", "")),
-            "mode": each.findtext("compute_mode", ""),
-            "mig": each.findtext("mig_mode/current_mig", ""),
+            "name": gpu.findtext("product_name", "?"),
+            "memory": _parse_bytes(gpu.findtext("fb_memory_usage/total", "")),
+            "used": _parse_bytes(gpu.findtext("fb_memory_usage/used", "")),
+            "mode": gpu.findtext("compute_mode", ""),
+            "mig": gpu.findtext("mig_mode/current_mig", ""),
         }
-        for each in top.findall("gpu")
+        for gpu in top.findall("gpu")
     ]
     links: list[list[str]] = []
     if len(devices) > 1:
         try:
-            links = links_of(_output(program, "topo", "-m"), len(devices))
+            links = parse_links(_run(program, "topo", "-m"), len(devices))
         except (OSError, subprocess.SubprocessError):
             links = []
-    found = {"driver": top.findtext("driver_version"), "cuda": top.findtext("cuda_version")}
-    return {**nothing, **found, "devices": devices, "links": links}
+    versions = {"driver": top.findtext("driver_version"), "cuda": top.findtext("cuda_version")}
+    return {**empty, **versions, "devices": devices, "links": links}
 
 
-def device_files() -> list[str]:
-    """The files of this system's GPUs, such as ``/dev/nvidia0``."""
+def list_device_files() -> list[str]:
+    """Return the files of this system's GPUs, such as ``/dev/nvidia0``."""
     return sorted(map(str, Path(_DEVICES).glob("nvidia[0-9]*")))
 
 
-def links_of(text: str, count: int) -> list[list[str]]:
-    """The links of as many devices in what ``nvidia-smi topo -m`` prints; empty: they are not in it.
+def parse_links(text: str, count: int) -> list[list[str]]:
+    """Parse the links of ``count`` devices from the output of ``nvidia-smi topo -m``; empty: they are not in it.
 
-    >>> links_of("        GPU0    GPU1    NIC0\\nGPU0     X      NV18    PXB\\nGPU1    NV18     X      SYS\\n", 2)
+    >>> parse_links("        GPU0    GPU1    NIC0\\nGPU0     X      NV18    PXB\\nGPU1    NV18     X      SYS\\n", 2)
     [['X', 'NV18'], ['NV18', 'X']]
     """
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     rows = [line.split() for line in plain.splitlines()]
-    found = [row[1 : count + 1] for row in rows if row and re.fullmatch(r"GPU\d+", row[0]) and "X" in row]
-    return found if len(found) == count and all(len(row) == count for row in found) else []
+    links = [row[1 : count + 1] for row in rows if row and re.fullmatch(r"GPU\d+", row[0]) and "X" in row]
+    return links if len(links) == count and all(len(row) == count for row in links) else []
 
 
-def _output(*command: str) -> str:
+def _run(*command: str) -> str:
     run = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_PATIENCE, check=True)
     return run.stdout
 
 
-def _bytes(text: str) -> int | None:
-    """Of a size such as ``81559 MiB``."""
-    found = re.match(r"(\d+) MiB", text)
-    return int(found[1]) << 20 if found else None
+def _parse_bytes(text: str) -> int | None:
+    """Parse a size such as ``81559 MiB``."""
+    match = re.match(r"(\d+) MiB", text)
+    return int(match[1]) << 20 if match else None

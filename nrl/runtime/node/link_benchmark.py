@@ -1,6 +1,6 @@
-"""Two processes on two hosts that meet over gloo or NCCL, as those of a mesh do, and measure the way between them.
+"""A benchmark of the link between two hosts: two processes connect over gloo or NCCL, as the processes of a mesh do.
 
-It travels by value, and needs torch and the standard library alone.
+The module travels by value, and needs torch and the standard library alone.
 """
 
 import os
@@ -9,13 +9,13 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-__all__ = ["Meeting"]
+__all__ = ["LinkBenchmark"]
 
-_ROUNDS = 3  # of the measured sends; the fastest counts
+_ROUNDS = 3  # repetitions of a measured send; the fastest counts
 _PINGS = 20
 
 
-class Meeting:
+class LinkBenchmark:
     """An actor on a node, in a Python that has torch.
 
     Args:
@@ -30,8 +30,8 @@ class Meeting:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
 
-    def torch(self) -> dict[str, Any]:
-        """What torch is and sees here; its import takes seconds."""
+    def describe_torch(self) -> dict[str, Any]:
+        """Return torch's version, its CUDA and its devices; the import takes seconds."""
         import torch
         import torch.distributed as dist
 
@@ -39,8 +39,8 @@ class Meeting:
         nccl = ".".join(map(str, torch.cuda.nccl.version())) if devices and dist.is_nccl_available() else None
         return {"torch": torch.__version__, "cuda": torch.version.cuda, "devices": devices, "nccl": nccl}
 
-    def host(self, name: str, seconds: float) -> int:
-        """Be the one who is asked where the other one is; the port for it."""
+    def open_store(self, name: str, seconds: float) -> int:
+        """Open a store for the rendezvous of a pair; return its port."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         store = TCPStore(self._address, 0, 2, True, timedelta(seconds=seconds), wait_for_workers=False)
@@ -48,25 +48,25 @@ class Meeting:
         port: int = store.port
         return port
 
-    def meet(
+    def measure(
         self, name: str, backend: str, address: str, port: int, rank: int, size: int, seconds: float
     ) -> dict[str, Any]:
-        """Meet the other process, and send it a tensor.
+        """Connect to the other process, and measure sends of a tensor.
 
         Args:
-            name: of the pair.
+            name: the name of the pair.
             backend: ``"gloo"`` or ``"nccl"``.
-            address: of the one that hosts.
-            port: likewise.
-            rank: 0 hosts, 1 comes.
+            address: the address of the store's process.
+            port: the port of the store.
+            rank: 0 has the store, 1 connects to it.
             size: bytes of the tensor.
             seconds: for each step.
 
         Returns:
-            ``rate``, bytes a second that this one sends; ``latency``, seconds of half a round trip; ``interface``.
+            ``rate``, bytes a second that this process sends; ``latency``, seconds of half a round trip; ``interface``.
 
         Raises:
-            RuntimeError: they did not meet; of both processes, what the first one met with.
+            RuntimeError: the processes did not connect; both have the error of the first.
         """
         import torch
         import torch.distributed as dist
@@ -77,25 +77,25 @@ class Meeting:
         device = "cuda" if backend == "nccl" else "cpu"
         try:
             dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=limit)
-        except Exception as error:  # after which the other one would only know that nobody came
+        except Exception as error:  # The other process would only see a timeout: store the error.
             raise RuntimeError(store.compare_set("why", "", str(error)).decode()) from error
         try:
             large, small = torch.zeros(size // 4, device=device), torch.zeros(1, device=device)
 
-            def exchanged(first: int, tensor: torch.Tensor) -> float:
-                """Seconds in which one of them sends a tensor and gets an answer."""
+            def exchange(first: int, tensor: torch.Tensor) -> float:
+                """Measure the seconds in which one process sends a tensor and gets a reply."""
                 began = time.perf_counter()
                 for sender, sent in ((first, tensor), (1 - first, small)):
                     dist.send(sent, 1 - rank) if rank == sender else dist.recv(sent, 1 - rank)
-                small.item()  # a GPU goes on by itself
+                small.item()  # A GPU runs asynchronously.
                 return time.perf_counter() - began
 
-            exchanged(0, large)  # connections are made at the first use
-            latency = min(exchanged(0, small) for _ in range(_PINGS)) / 2
-            took = [min(exchanged(first, large) for _ in range(_ROUNDS)) for first in (0, 1)]
+            exchange(0, large)  # connections are made at the first use
+            latency = min(exchange(0, small) for _ in range(_PINGS)) / 2
+            took = [min(exchange(first, large) for _ in range(_ROUNDS)) for first in (0, 1)]
             rate = size / max(took[rank] - latency, 1e-9)
         finally:
             dist.destroy_process_group()
             self._store.pop(name, None)
-        name_of_it = os.environ.get(f"{backend.upper()}_SOCKET_IFNAME", "")
-        return {"rate": rate, "latency": latency, "interface": name_of_it.removeprefix("=")}
+        interface = os.environ.get(f"{backend.upper()}_SOCKET_IFNAME", "")
+        return {"rate": rate, "latency": latency, "interface": interface.removeprefix("=")}

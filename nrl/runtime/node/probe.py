@@ -1,6 +1,6 @@
-"""What ``nrl doctor`` has on each node of a Ray cluster: it says what the node is, and whom it reaches.
+"""The actor of ``nrl doctor`` on each node of a Ray cluster: it reports facts of the node, and reachable ports.
 
-It travels by value, and needs the standard library alone.
+The module travels by value, and needs the standard library alone.
 """
 
 import errno
@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from nrl.runtime.node.machine import Facts, facts, python_with_torch
-from nrl.runtime.node.shared_fs_probe import answer
+from nrl.runtime.node.machine import Facts, collect_facts, find_python_with_torch
+from nrl.runtime.node.shared_fs_probe import answer_note
 
 __all__ = ["Probe"]
 
@@ -26,45 +26,45 @@ class Probe:
     def __init__(self) -> None:
         self._servers = list[socket.socket]()
 
-    def facts(self, ray: str) -> Facts:
-        """What the node is, and which of its interpreters has torch and this version of Ray."""
-        return {**facts(), "python_with_torch": python_with_torch(ray)}
+    def collect_facts(self, ray: str) -> Facts:
+        """Collect the node's facts, and its interpreter with torch and this version of Ray."""
+        return {**collect_facts(), "python_with_torch": find_python_with_torch(ray)}
 
-    def time(self) -> float:
-        """Seconds since the epoch, by this node's clock."""
+    def read_clock(self) -> float:
+        """Return the seconds since the epoch, by this node's clock."""
         return time.time()
 
     def listen(self, address: str, ports: Sequence[int] = (0,)) -> int:
-        """Listen at the node's address, as processes of a mesh do; the port, the first that is to be had.
+        """Listen at the node's address, as processes of a mesh do; return the port, the first that is free.
 
         Args:
-            address: of the node.
-            ports: which to try; 0: one that the system picks.
+            address: the address of the node.
+            ports: ports to try; 0: a port that the system picks.
 
         Raises:
-            OSError: none is to be had, or the address is not this node's.
+            OSError: no port is free, or the address is not this node's.
         """
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        met = set[str]()
+        refusals = set[str]()
         for port in ports:
             try:
                 self._servers.append(socket.create_server((address, port), family=family))
             except OSError as error:
                 if error.errno not in _REFUSALS:
                     raise
-                met.add(_REFUSALS[error.errno])
+                refusals.add(_REFUSALS[error.errno])
             else:
                 return int(self._servers[-1].getsockname()[1])
-        raise OSError(errno.EADDRINUSE, f"all of them are {' or '.join(sorted(met))}")
+        raise OSError(errno.EADDRINUSE, f"all of them are {' or '.join(sorted(refusals))}")
 
-    def reaches(self, address: str, port: int, seconds: float) -> str:
-        """Why another node's port cannot be reached from this one; empty: it can."""
+    def check_reachable(self, address: str, port: int, seconds: float) -> str:
+        """Return why another node's port cannot be reached from this one; empty: it can."""
         try:
             socket.create_connection((address, port), timeout=seconds).close()
         except OSError as error:
             return str(error)
         return ""
 
-    def sees(self, folder: str, note: str, name: str) -> str:
-        """Answer the program's note in a folder; why this node has another folder; empty: it answered."""
-        return answer(Path(folder), note, name)
+    def check_folder(self, folder: str, note: str, name: str) -> str:
+        """Answer the program's note in a folder; return why this node cannot, or an empty text."""
+        return answer_note(Path(folder), note, name)

@@ -1,11 +1,10 @@
-"""A process between the supervisor and a server, so that nothing of the server outlives the supervisor.
+"""A process between the supervisor and a server: no process of the server outlives the supervisor.
 
 It runs as a file, in any Python, and imports nothing of nrl. On its stdin it gets one line of JSON, ``{"argv", "env",
 "folder", "line", "open", "grace"}``. Then it starts the server, whose first line of output is ``{"pid": ...}``;
-``line`` is written to the server's stdin, which then stays open if ``open`` says so. When the supervisor writes
-``stop``, or its end of stdin closes for whatever reason, the server gets SIGTERM and ``grace`` seconds; after ``kill``
-it gets none. In the end all that descends from the server is killed, whatever session it is in; on Linux also what has
-lost its parent.
+``line`` is written to the server's stdin, which then stays open if ``open`` is true. When the supervisor writes
+``stop``, or its end of stdin closes for any reason, the server gets SIGTERM and ``grace`` seconds; after ``kill`` it is
+killed at once. In the end all descendants of the server are killed, in any session; on Linux also orphans.
 """
 
 import ctypes
@@ -22,43 +21,48 @@ from pathlib import Path
 
 __all__ = ["main"]
 
-_PDEATHSIG, _SUBREAPER = 1, 36  # of prctl(2)
+_PDEATHSIG, _SUBREAPER = 1, 36  # options of prctl(2)
 
 
 def main() -> int:
-    """Keep one server; the exit status is the server's, or 128 and the signal that ended it."""
-    order = json.loads(sys.stdin.buffer.readline())
+    """Run one server; return its exit status, or 128 plus the signal that ended it."""
+    request = json.loads(sys.stdin.buffer.readline())
     events: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: events.put(("stop", 0)))
     _prctl(_SUBREAPER, 1)
     try:
         child = subprocess.Popen(
-            order["argv"], stdin=subprocess.PIPE, env=order["env"], cwd=order["folder"], preexec_fn=_begin, bufsize=0
+            request["argv"],
+            stdin=subprocess.PIPE,
+            env=request["env"],
+            cwd=request["folder"],
+            preexec_fn=_prepare_child,
+            bufsize=0,
         )
     except OSError as error:
-        sys.stderr.write(f"{error.filename or order['argv'][0]}: {error.strerror}\n")
+        sys.stderr.write(f"{error.filename or request['argv'][0]}: {error.strerror}\n")
         return 127
     assert child.stdin is not None
     with suppress(BrokenPipeError):
-        if order["line"] is not None:
-            child.stdin.write(order["line"].encode() + b"\n")
-        if not order["open"]:
+        if request["line"] is not None:
+            child.stdin.write(request["line"].encode() + b"\n")
+        if not request["open"]:
             child.stdin.close()
     threading.Thread(target=_listen, args=(events,), daemon=True).start()
     waiter = threading.Thread(target=_wait, args=(child.pid, events), daemon=True)
     waiter.start()
-    what, status = events.get()
-    if what == "stop":
+    event, status = events.get()
+    if event == "stop":
         with suppress(OSError):
             child.stdin.close()
         with suppress(ProcessLookupError):
             os.kill(child.pid, signal.SIGTERM)
-        until = time.monotonic() + order["grace"]
+        until = time.monotonic() + request["grace"]
         with suppress(queue.Empty):
-            while what == "stop":
-                what, status = events.get(timeout=max(0.0, until - time.monotonic()))
-    if what != "ended":
+            while event == "stop":
+                event, status = events.get(timeout=max(0.0, until - time.monotonic()))
+    if event != "ended":
         status = 128 + signal.SIGKILL
         with suppress(ProcessLookupError):
             os.kill(child.pid, signal.SIGKILL)
@@ -69,8 +73,8 @@ def main() -> int:
     return status
 
 
-def _begin() -> None:
-    """In the server's process, before its program."""
+def _prepare_child() -> None:
+    """Prepare the server's process, before its program starts."""
     _prctl(_PDEATHSIG, signal.SIGKILL)
     os.write(1, b'{"pid": %d}\n' % os.getpid())
 
@@ -87,28 +91,28 @@ def _listen(events: "queue.SimpleQueue[tuple[str, int]]") -> None:
 
 
 def _wait(pid: int, events: "queue.SimpleQueue[tuple[str, int]]") -> None:
-    """Wait for the server, and for all that has become ours by the end of its parent."""
+    """Wait for the server, and for orphans that this process has adopted."""
     while True:
         try:
-            found, status = os.waitpid(-1, 0)
+            ended_pid, status = os.waitpid(-1, 0)
         except ChildProcessError:
             return
-        if found == pid:
+        if ended_pid == pid:
             code = os.waitstatus_to_exitcode(status)
             events.put(("ended", code if code >= 0 else 128 - code))
 
 
 def _descendants(root: int) -> list[int]:
-    """All below a process; each is stopped first, so that it starts no more."""
-    found = [root]
-    for each in found:  # which grows
-        if each != root:
+    """Return all descendants of a process; each is stopped first, so that it starts no more."""
+    pids = [root]
+    for pid in pids:  # The list grows while it is read.
+        if pid != root:
             with suppress(ProcessLookupError, PermissionError):
-                os.kill(each, signal.SIGSTOP)
-        with suppress(OSError):  # it has ended, or there is no /proc
-            for thread in Path(f"/proc/{each}/task").iterdir():
-                found += map(int, (thread / "children").read_text().split())
-    return found[1:]
+                os.kill(pid, signal.SIGSTOP)
+        with suppress(OSError):  # The process has ended, or there is no /proc.
+            for thread in Path(f"/proc/{pid}/task").iterdir():
+                pids += map(int, (thread / "children").read_text().split())
+    return pids[1:]
 
 
 if __name__ == "__main__":

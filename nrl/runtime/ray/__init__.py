@@ -1,11 +1,11 @@
 """Meshes of Ray actors.
 
-The way of a call: `processes` sends every actor of a mesh an order (`messages`) with its arguments, which
-`call_arguments` packs (`pickling`, `tensors`, and `unpadded` for batches). There `actor` has set the environment, and
-`worker` carries the order out. The way back: receipts and results, or the exception of the function (`exceptions`).
-`calls` waits for them, with deadlines, and finds out what happened (`deaths`); `results` are the futures. Ctrl-C leaves
-nothing half done (`interrupts`).
+A call: `processes` sends every actor of a mesh a request (`codec.messages`) with its arguments, which `call_arguments`
+packs (`codec`). In the actor's process `actor` has set the environment, and `worker` carries out the request. Replies
+and results come back, or the function's exception (`codec.exceptions`). `pending_call` waits for them, with deadlines,
+and finds the cause of a failure (`failures`); `results` are the futures. `signal_guard` keeps Ctrl-C from stopping a
+call halfway.
 
-The way to a mesh: `connection` joins Ray or starts it, `cluster` reserves slots and starts actors, `nodes` has their
-Python built (`nrl.runtime.node`), `sockets` chooses the interface over which they meet, and `logs` shows their output.
+A mesh: `connection` joins Ray or starts it, `cluster` reserves slots and starts actors, `nodes` builds their Python
+(`nrl.runtime.venvs`), `sockets` chooses their network interface, and `logs` shows their output.
 """

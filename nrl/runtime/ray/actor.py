@@ -12,26 +12,26 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nrl.runtime.venvs.environments import hold
+from nrl.runtime.venvs.environments import lock_env
 
-__all__ = ["Actor", "split", "tail"]
+__all__ = ["Actor", "split_env", "tail"]
 
-# The loader, the interpreter, OpenMP (of numpy, which Ray imports), the shell or Ray itself reads them at the start
-_EARLY = re.compile(r"(LD|DYLD|MALLOC|GLIBC|LC|RAY|OMP|GOMP|KMP|MKL|OPENBLAS)_.*|PYTHON.*|LANG|PATH|TZ")
+# Variables that the loader, the interpreter, OpenMP (of numpy, which Ray imports), the shell or Ray read at the start.
+_READ_AT_START = re.compile(r"(LD|DYLD|MALLOC|GLIBC|LC|RAY|OMP|GOMP|KMP|MKL|OPENBLAS)_.*|PYTHON.*|LANG|PATH|TZ")
 
 
-def split(env: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Variables that a process needs when it starts, and those that its actor can set later.
+def split_env(env: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Split variables into those that a process needs when it starts, and those that its actor can set later.
 
-    >>> split({"OMP_NUM_THREADS": "4", "HF_TOKEN": "secret"})
+    >>> split_env({"OMP_NUM_THREADS": "4", "HF_TOKEN": "secret"})
     ({'OMP_NUM_THREADS': '4'}, {'HF_TOKEN': 'secret'})
     """
-    early = {name: value for name, value in env.items() if _EARLY.fullmatch(name)}
+    early = {name: value for name, value in env.items() if _READ_AT_START.fullmatch(name)}
     return early, {name: value for name, value in env.items() if name not in early}
 
 
 class Actor:
-    """Sets the environment, and holds the process's `nrl.runtime.ray.worker.Worker`.
+    """An actor that sets the environment, and holds the process's `nrl.runtime.ray.worker.Worker`.
 
     Args:
         env: environment variables.
@@ -40,33 +40,33 @@ class Actor:
         given: the worker's arguments.
     """
 
-    def __init__(self, env: Mapping[str, str], sources: Sequence[str], name: str, *given: Any) -> None:
+    def __init__(self, env: Mapping[str, str], sources: Sequence[str], name: str, *args: Any) -> None:
         self._name = name
         for folder in (sys.prefix, *sources):
-            hold(Path(folder))
+            lock_env(Path(folder))
         os.environ.update(env)
         sys.path += sources
-        if sources:  # for the processes that this one starts
+        if sources:  # Processes that this one starts inherit the path.
             os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), *sources)))
         from nrl.runtime.ray.worker import Worker
 
-        self._worker = Worker(*given)
+        self._worker = Worker(*args)
 
     def __repr__(self) -> str:
         return self._name  # Ray writes it before each line of the log, also where it does not start
 
-    def do(self, name: str, *given: Any) -> Any:
+    def do(self, name: str, *args: Any) -> Any:
         """Call a method of the worker."""
-        return getattr(self._worker, name)(*given)
+        return getattr(self._worker, name)(*args)
 
 
-def tail(files: Sequence[str], most: int) -> str:
-    """The last lines of some files, without the marks that Ray makes in them; of a file that is gone, none."""
+def tail(files: Sequence[str], limit: int) -> str:
+    """Return the last lines of files, without the marks that Ray writes; a missing file has no lines."""
     lines: list[str] = []
     for path in files:
         try:
             text = Path(path).read_text(encoding="utf-8", errors="replace")
         except OSError:
             continue
-        lines += [line for line in text.splitlines(keepends=True) if not line.startswith(":")][-most:]
-    return "".join(lines[-most:])
+        lines += [line for line in text.splitlines(keepends=True) if not line.startswith(":")][-limit:]
+    return "".join(lines[-limit:])

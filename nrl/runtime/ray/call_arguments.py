@@ -1,4 +1,4 @@
-"""Packing the function and the arguments of a call for the processes of a mesh, each once for all of them."""
+"""Packing of the function and the arguments of a call, once for all processes of a mesh."""
 
 import functools
 import hashlib
@@ -9,25 +9,25 @@ from typing import Any, cast
 import attrs
 from tensordict import TensorDict
 
-from nrl.batch.columns import declared, declaring
+from nrl.batch.columns import declaring, get_declarations
 from nrl.batch.handles import without_handles
 from nrl.errors import ForeignState, MutatedBatch
-from nrl.runtime.mesh.processes import Donated, Rows
-from nrl.runtime.ray.codec.messages import FUNCTIONS, Argument
-from nrl.runtime.ray.codec.pickling import serialized, size
-from nrl.runtime.ray.codec.tensors import rows_serializer, written
-from nrl.runtime.ray.column_refs import column_of, handles_in, opened
+from nrl.runtime.mesh.processes import Donated, RowSlice
+from nrl.runtime.ray.codec.messages import CACHED_FUNCTIONS, Argument
+from nrl.runtime.ray.codec.pickling import num_bytes, serialize
+from nrl.runtime.ray.codec.tensors import count_writes, make_row_serializer
+from nrl.runtime.ray.column_refs import assemble_batch, describe_column, find_handles
 from nrl.runtime.ray.pending_call import Call, MeshActors, Ref
 from nrl.runtime.ray.results import Pending, PendingRows
 
-__all__ = ["Arguments", "Kept", "Stored"]
+__all__ = ["Arguments", "KeptValue", "ObjectStoreCache"]
 
 _INLINE = 64 * 1024  # bytes up to which a value travels with the call itself
 
 
 @attrs.frozen(eq=False)
-class Kept:
-    """The name of a value that an actor keeps."""
+class KeptValue:
+    """A handle of a value that an actor keeps."""
 
     actors: MeshActors
     rank: int
@@ -35,42 +35,44 @@ class Kept:
     call: Call
 
 
-class Stored:
+class ObjectStoreCache:
     """Batches and functions in Ray's object store that processes of a mesh may be sent again."""
 
     def __init__(self) -> None:
         self.batches: dict[Any, Any] = {}
         self.functions: dict[bytes, Ref] = {}
 
-    def batch(self, whole: TensorDict, writes: tuple[int, ...], index: bytes | None, pack: Callable[[], Any]) -> Any:
-        """Pack a batch, or these rows of it, once: until the batch dies or somebody writes into it (see `written`)."""
-        if not whole.is_locked:
+    def pack_batch(
+        self, batch: TensorDict, writes: tuple[int, ...], index: bytes | None, pack: Callable[[], Any]
+    ) -> Any:
+        """Pack a batch, or these rows of it, once until the batch is deleted or written to (see `count_writes`)."""
+        if not batch.is_locked:
             return pack()
-        key = (id(whole), index, writes)
+        key = (id(batch), index, writes)
         if key not in self.batches:
             self.batches[key] = pack()
-            weakref.finalize(whole, self.batches.pop, key, None).atexit = False
+            weakref.finalize(batch, self.batches.pop, key, None).atexit = False
         return self.batches[key]
 
-    def function(self, digest: bytes, parts: list[Any]) -> Any:
-        """What to send of a function: its parts, or where they are large, a reference, which later calls use again."""
+    def pack_function(self, digest: bytes, parts: list[Any]) -> Any:
+        """Return a function's parts to send; if they are large, a reference that later calls reuse."""
         import ray
 
-        if size(parts) <= _INLINE:
+        if num_bytes(parts) <= _INLINE:
             return parts
-        found = self.functions.pop(digest, None) or ray.put(parts)
-        self.functions[digest] = found  # as the one that was used last
-        for old in list(self.functions)[:-FUNCTIONS]:
+        reference = self.functions.pop(digest, None) or ray.put(parts)
+        self.functions[digest] = reference  # The last entry is the one used last.
+        for old in list(self.functions)[:-CACHED_FUNCTIONS]:
             self.functions.pop(old, None)
-        return found
+        return reference
 
     def forget(self) -> None:
-        """Pack all batches anew: somebody wrote into the memory of one."""
+        """Pack all batches anew, after a write into the memory of one."""
         self.batches.clear()
 
 
 class Arguments:
-    """The function and arguments of one call; what several processes get is packed once.
+    """The function and arguments of one call; an argument of several processes is packed once.
 
     Args:
         actors: the processes.
@@ -79,112 +81,116 @@ class Arguments:
         fn: what is called.
     """
 
-    def __init__(self, actors: MeshActors, stored: Stored, who: str, fn: Callable[..., Any]) -> None:
-        self.actors, self.stored, self.who = actors, stored, who
-        self.before: list[Call] = []  # those that made the values which this call uses where they are
-        self.read: list[Call] = []  # those whose results this call reads from the object store
-        self._packed: dict[int, tuple[Any, Any]] = {}  # by identity, with the value, so that its id stays unique
-        self._found: dict[tuple[Any, int], Any] = {}  # what `_of` found of batches, by identity, too
-        kinds = declared()
-        function = serialized(functools.partial(declaring, kinds, fn) if kinds else fn, who)
+    def __init__(self, actors: MeshActors, stored: ObjectStoreCache, caller: str, fn: Callable[..., Any]) -> None:
+        self.actors, self.stored, self.caller = actors, stored, caller
+        self.before: list[Call] = []  # The calls that made the kept values that this call uses.
+        self.read: list[Call] = []  # The calls whose results this call reads from the object store.
+        self._packed: dict[int, tuple[Any, Any]] = {}  # By identity, with the value, so that its id stays unique.
+        self._cache: dict[tuple[Any, int], Any] = {}  # Results of `_cached`, by function and identity.
+        kinds = get_declarations()
+        function = serialize(functools.partial(declaring, kinds, fn) if kinds else fn, caller)
         hashed = hashlib.blake2b(digest_size=16)
         for part in function:
             hashed.update(part)
         self.digest = hashed.digest()
-        self._function = stored.function(self.digest, function)
+        self._function = stored.pack_function(self.digest, function)
 
-    def load(self, rank: int, args: Sequence[Any]) -> tuple[tuple[Argument, ...], list[Any]]:
-        """Where a process finds its arguments, and what comes with the order."""
-        beside = [self._function]
-        return tuple(self._argument(rank, arg, beside) for arg in args), beside
+    def pack(self, rank: int, args: Sequence[Any]) -> tuple[tuple[Argument, ...], list[Any]]:
+        """Return references to a process's arguments, and the items that come with the request."""
+        items = [self._function]
+        return tuple(self._pack_argument(rank, arg, items) for arg in args), items
 
-    def _argument(self, rank: int, arg: Any, beside: list[Any]) -> Argument:
+    def _pack_argument(self, rank: int, arg: Any, items: list[Any]) -> Argument:
         def add(item: Any) -> int:
-            beside.append(item)
-            return len(beside) - 1
+            items.append(item)
+            return len(items) - 1
 
         match arg:
-            case Kept():
-                return Argument(key=self._key(rank, arg))
-            case Donated(Kept() as value):
-                return Argument(key=self._key(rank, value), donated=True)
+            case KeptValue():
+                return Argument(key=self._get_key(rank, arg))
+            case Donated(KeptValue() as value):
+                return Argument(key=self._get_key(rank, value), donated=True)
             case Pending():
-                self._reads(arg.call)
-                return Argument(parts=tuple(map(add, arg.refs)), combine=add(self._packing(arg.combine)))
+                self._note_read(arg.call)
+                return Argument(parts=tuple(map(add, arg.refs)), combine=add(self._pack_once(arg.combine)))
             case PendingRows():
-                self._reads(arg.whole.call)
-                alone = arg.alone()
-                if alone is not None:
-                    return Argument(parts=(add(alone),))
-                parts, combine = tuple(map(add, arg.whole.refs)), add(self._packing(arg.whole.combine))
-                return Argument(parts=parts, combine=combine, rows=add(self._packing(arg.index)))
-            case TensorDict() | Rows(whole=TensorDict()) if handles := handles_in(arg):
-                places, columns = [add(self._packing(arg))], []
+                self._note_read(arg.future.call)
+                exact = arg.find_exact_result()
+                if exact is not None:
+                    return Argument(parts=(add(exact),))
+                parts, combine = tuple(map(add, arg.future.refs)), add(self._pack_once(arg.future.combine))
+                return Argument(parts=parts, combine=combine, rows=add(self._pack_once(arg.index)))
+            case TensorDict() | RowSlice(source=TensorDict()) if handles := find_handles(arg):
+                places, columns = [add(self._pack_once(arg))], []
                 for name, handle in handles.items():
-                    column, refs, calls = column_of(name, handle)
+                    column, refs, calls = describe_column(name, handle)
                     columns.append(column)
                     places += map(add, refs)
                     for call in calls:
-                        self._reads(call)
-                put = self._packing(functools.partial(opened, columns))
+                        self._note_read(call)
+                put = self._pack_once(functools.partial(assemble_batch, columns))
                 return Argument(parts=tuple(places), combine=add(put))
             case _:
-                return Argument(parts=(add(self._packing(arg)),))
+                return Argument(parts=(add(self._pack_once(arg)),))
 
-    def _reads(self, call: Call) -> None:
+    def _note_read(self, call: Call) -> None:
         if isinstance(call.error, MutatedBatch):
             raise call.error.with_traceback(None)
         self.read.append(call)
 
-    def _key(self, rank: int, value: Kept) -> int:
+    def _get_key(self, rank: int, value: KeptValue) -> int:
         if value.actors is not self.actors or value.rank != rank:
-            raise ForeignState(f"{self.who}: a value of mesh '{value.actors.name}' was given to another mesh")
-        while value.call.error is not None and value.call.instead:  # a call that failed has left what it was to consume
+            raise ForeignState(f"{self.caller}: a value of mesh '{value.actors.name}' was given to another mesh")
+        while value.call.error is not None and value.call.instead:  # A failed call has not consumed its donated value.
             value = value.call.instead[rank]
         self.before.append(value.call)
         return value.key
 
-    def _packing(self, value: Any) -> Any:
+    def _pack_once(self, value: Any) -> Any:
         if id(value) not in self._packed:
             self._packed[id(value)] = value, self._pack(value)
         return self._packed[id(value)][1]
 
     def _pack(self, value: Any) -> Any:
         match value:
-            case Rows() if value.are_all():
-                return self._packing(value.whole)
-            case Rows(whole=TensorDict() as whole):
+            case RowSlice() if value.are_all():
+                return self._pack_once(value.source)
+            case RowSlice(source=TensorDict() as batch):
                 index = value.index.numpy().tobytes()
                 pack = functools.partial(self._pack_rows, value)
-                return self.stored.batch(whole, self._of(written, whole), index, pack)
+                return self.stored.pack_batch(batch, self._cache_result(count_writes, batch), index, pack)
             case TensorDict():
-                put = functools.partial(self._put, value)  # even if it is small, since all processes get it
-                return self.stored.batch(value, self._of(written, value), None, put)
-            case Rows():
-                return self._put_if_large(serialized(value.open(), self.who))
+                put = functools.partial(self._put, value)  # Even a small batch, since all processes get it.
+                return self.stored.pack_batch(value, self._cache_result(count_writes, value), None, put)
+            case RowSlice():
+                return self._put_if_large(serialize(value.open(), self.caller))
             case _:
-                return self._put_if_large(serialized(value, self.who))
+                return self._put_if_large(serialize(value, self.caller))
 
-    def _of[T](self, find: Callable[[TensorDict], T], whole: TensorDict) -> T:
-        """What a function finds of a batch, once for all its parts."""
-        key = find, id(whole)
-        if key not in self._found:
-            self._found[key] = find(whole)
-        found: T = self._found[key]
-        return found
+    def _cache_result[T](self, find: Callable[[TensorDict], T], batch: TensorDict) -> T:
+        """Return the result of a function on a batch, computed once for all its parts."""
+        key = find, id(batch)
+        if key not in self._cache:
+            self._cache[key] = find(batch)
+        result: T = self._cache[key]
+        return result
 
-    def _pack_rows(self, value: Rows) -> Any:
-        here = self._of(without_handles, cast(TensorDict, value.whole))
-        serialize = self._of(rows_serializer, here)
-        parts = serialize(value.index.tolist()) if serialize else serialized(Rows(here, value.index).open(), self.who)
+    def _pack_rows(self, value: RowSlice) -> Any:
+        batch = self._cache_result(without_handles, cast(TensorDict, value.source))
+        pack_rows = self._cache_result(make_row_serializer, batch)
+        parts = (
+            pack_rows(value.index.tolist())
+            if pack_rows
+            else serialize(RowSlice(batch, value.index).open(), self.caller)
+        )
         return self._put_if_large(parts)
 
     def _put(self, value: TensorDict) -> Ref:
         import ray
 
-        return ray.put(serialized(self._of(without_handles, value), self.who))
+        return ray.put(serialize(self._cache_result(without_handles, value), self.caller))
 
     def _put_if_large(self, parts: list[Any]) -> Any:
         import ray
 
-        return parts if size(parts) <= _INLINE else ray.put(parts)
+        return parts if num_bytes(parts) <= _INLINE else ray.put(parts)

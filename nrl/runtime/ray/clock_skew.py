@@ -1,45 +1,45 @@
-"""In what the hosts of a mesh differ that a program would otherwise learn from its timeline, or not at all."""
+"""Differences between the hosts of a mesh that skew a timeline or slow down steps: clocks and numbers of threads."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from nrl.log.slow_wait import say
-from nrl.runtime.node.clock import clock_and_cores
-from nrl.runtime.ray.nodes import ask
+from nrl.runtime.node.clock import read_clock_and_cores
+from nrl.runtime.ray.nodes import call_with_times
 
-__all__ = ["Host", "ahead", "looked_at", "say_if_uneven"]
+__all__ = ["HostClock", "estimate_skew", "read_clocks", "warn_if_uneven"]
 
-_CLOCK = 1.0  # seconds that a clock may differ before anybody is told
+_CLOCK = 1.0  # seconds of clock skew that are tolerated without a warning
 
 
-class Host(NamedTuple):
-    """A host.
+class HostClock(NamedTuple):
+    """The clock and the processors of a host.
 
     Args:
-        ahead: seconds that its clock is ahead of the driver's.
-        cores: how many processors there are for Ray's processes.
+        clock_skew: seconds by which its clock is ahead of the driver's.
+        cores: the number of processors for Ray's processes.
     """
 
-    ahead: float
+    clock_skew: float
     cores: int
 
 
-def ahead(sent: float, there: float, arrived: float) -> float:
-    """Seconds that another clock is ahead, at least: 0 if it may be right.
+def estimate_skew(sent: float, remote: float, arrived: float) -> float:
+    """Estimate the seconds by which another clock is ahead, at least: 0 if it may be right.
 
     Args:
-        sent: when it was asked, by the own clock.
-        there: what it said.
-        arrived: when the answer was there.
+        sent: the time of the request, by the local clock.
+        remote: the time by the remote clock.
+        arrived: the time of the reply, by the local clock.
 
-    >>> ahead(10.0, 10.5, 11.0), ahead(10.0, 71.5, 11.0), ahead(10.0, 5.0, 11.0)
+    >>> estimate_skew(10.0, 10.5, 11.0), estimate_skew(10.0, 71.5, 11.0), estimate_skew(10.0, 5.0, 11.0)
     (0.0, 60.5, -5.0)
     """
-    return max(there - arrived, 0.0) + min(there - sent, 0.0)
+    return max(remote - arrived, 0.0) + min(remote - sent, 0.0)
 
 
-def looked_at(mesh: str, nodes: Sequence[str], addresses: Mapping[str, str], deadline: float) -> dict[str, Host]:
-    """Ask nodes, on which a process of Ray's is ready, and say whose clock differs from the driver's.
+def read_clocks(mesh: str, nodes: Sequence[str], addresses: Mapping[str, str], deadline: float) -> dict[str, HostClock]:
+    """Read the clocks of nodes with a running Ray process, and warn of clocks that differ from the driver's.
 
     Args:
         mesh: how errors and lines name the mesh.
@@ -51,31 +51,31 @@ def looked_at(mesh: str, nodes: Sequence[str], addresses: Mapping[str, str], dea
         DeadlineExceeded: a node did not answer in time.
         LostActor: a node is gone.
     """
-    found = {}
-    for node, (sent, (there, cores), arrived) in ask(
-        mesh, "the clock", "read", deadline, clock_and_cores, nodes
+    clocks = {}
+    for node, (sent, (remote, cores), arrived) in call_with_times(
+        mesh, "the clock", "read", deadline, read_clock_and_cores, nodes
     ).items():
-        found[node] = host = Host(ahead(sent, there, arrived), cores)
-        if abs(host.ahead) > _CLOCK:
-            side = "ahead of" if host.ahead > 0 else "behind"
+        clocks[node] = clock = HostClock(estimate_skew(sent, remote, arrived), cores)
+        if abs(clock.clock_skew) > _CLOCK:
+            side = "ahead of" if clock.clock_skew > 0 else "behind"
             say(
-                f"mesh '{mesh}': the clock of node {addresses[node]} is {abs(host.ahead):.1f} s {side} the driver's; "
-                "the timeline shows its calls by the driver's. Let both be set by NTP"
+                f"mesh '{mesh}': the clock of node {addresses[node]} is {abs(clock.clock_skew):.1f} s {side} the "
+                "driver's; the timeline shows its calls by the driver's. Let both be set by NTP"
             )
-    return found
+    return clocks
 
 
-def say_if_uneven(mesh: str, threads: Mapping[str, int], addresses: Mapping[str, str]) -> None:
-    """Say that processes have more processors on some nodes than on others.
+def warn_if_uneven(mesh: str, threads: Mapping[str, int], addresses: Mapping[str, str]) -> None:
+    """Warn if processes have more processors on some nodes than on others.
 
     Args:
         mesh: how the line names the mesh.
-        threads: that a process of it has, by node.
+        threads: threads of a process of the mesh, by node.
         addresses: of the nodes.
     """
     if len(set(threads.values())) > 1:
-        each = ", ".join(f"{count} on node {addresses[node]}" for node, count in sorted(threads.items()))
+        counts = ", ".join(f"{count} on node {addresses[node]}" for node, count in sorted(threads.items()))
         say(
-            f"mesh '{mesh}': its processes have unequal numbers of threads ({each}), so those with more wait for those "
-            "with fewer in each step; reserve other slots, or set OMP_NUM_THREADS"
+            f"mesh '{mesh}': its processes have unequal numbers of threads ({counts}), so those with more wait for "
+            "those with fewer in each step; reserve other slots, or set OMP_NUM_THREADS"
         )

@@ -1,19 +1,19 @@
-"""Why a call on Ray failed: a process has died, or a function has raised."""
+"""Errors of calls on Ray: a process has died, or a function has raised."""
 
 import re
 from collections.abc import Callable
 from typing import Any
 
 from nrl.errors import FailedStart, LostActor
-from nrl.runtime.ray.codec.exceptions import Raised
+from nrl.runtime.ray.codec.exceptions import RemoteException
 
-__all__ = ["cause", "error_of", "is_death", "is_of_a_lost_value", "lost", "original", "raised"]
+__all__ = ["describe_death", "explain_raised", "get_error", "is_death", "is_lost_value", "make_lost_error", "unwrap"]
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")  # Ray writes its tracebacks in colours
 
 
 def is_death(error: BaseException) -> bool:
-    """Whether an error says that the process itself, or its node, is gone."""
+    """Return whether an error says that the process itself, or its node, is gone."""
     from ray import exceptions
 
     gone = exceptions.RayActorError | exceptions.WorkerCrashedError | exceptions.NodeDiedError
@@ -21,15 +21,15 @@ def is_death(error: BaseException) -> bool:
     return isinstance(error, gone | unstarted) and not isinstance(error, exceptions.RayTaskError)
 
 
-def is_of_a_lost_value(error: BaseException) -> bool:
-    """Whether an error says that a value which the call was given is gone, as with the node that held it."""
+def is_lost_value(error: BaseException) -> bool:
+    """Return whether an error says that an argument of the call is lost, as with the node that held it."""
     from ray import exceptions
 
     return isinstance(error.cause if isinstance(error, exceptions.RayTaskError) else error, exceptions.ObjectLostError)
 
 
-def error_of(receipt: Any) -> BaseException | None:
-    """The error that Ray has in the place of a receipt; None: a receipt, or nothing by now."""
+def get_error(receipt: Any) -> BaseException | None:
+    """Return the error that Ray has in the place of a reply; None: a reply, or nothing by now."""
     import ray
 
     try:
@@ -41,51 +41,53 @@ def error_of(receipt: Any) -> BaseException | None:
     return None
 
 
-def original(error: BaseException, where: str) -> BaseException:
-    """The exception of a function in another process, with its traceback as a note."""
+def unwrap(error: BaseException, where: str) -> BaseException:
+    """Return the exception of a function in another process, with its traceback as a note."""
     from ray.exceptions import RayTaskError
 
     if not isinstance(error, RayTaskError):
         return error
-    cause: BaseException | None = error.cause
-    raised = cause if isinstance(cause, Raised) else None
-    text = _ANSI.sub("", str(error)) if raised is None else raised.trace
-    found = raised.original() if raised is not None else cause or RuntimeError(text)
-    found.add_note(f"{where}:\n{text.rstrip()}")
-    return found
+    inner: BaseException | None = error.cause
+    remote = inner if isinstance(inner, RemoteException) else None
+    text = _ANSI.sub("", str(error)) if remote is None else remote.trace
+    result = remote.rebuild() if remote is not None else inner or RuntimeError(text)
+    result.add_note(f"{where}:\n{text.rstrip()}")
+    return result
 
 
-def raised(error: BaseException, mesh: str, where: str) -> BaseException:
-    """What a function raised in a process of a mesh, with notes that say where, and what to do about it."""
-    found = original(error, f"raised in {where}")
-    if isinstance(found, ModuleNotFoundError) and found.name:
-        package = found.name.partition(".")[0]
-        found.add_note(
+def explain_raised(error: BaseException, mesh: str, where: str) -> BaseException:
+    """Return the error of a function in a process of a mesh, with notes about the place and the remedy."""
+    result = unwrap(error, f"raised in {where}")
+    if isinstance(result, ModuleNotFoundError) and result.name:
+        package = result.name.partition(".")[0]
+        result.add_note(
             f"The environment of mesh '{mesh}' has no package '{package}': name it in the requirements of its "
             "Executable, or use executable='system' if the driver's own interpreter has it"
         )
-    return found
+    return result
 
 
-def lost(who: str, mesh: str, rank: int, node: str, error: BaseException, log: Callable[[], str]) -> LostActor:
-    """The error that says of a process that it died; ``log`` has the last lines that it wrote."""
-    if trace := _raised_at_start(error):
-        return FailedStart(who, mesh, rank, node, f"it raised {trace.splitlines()[-1]}", trace)
-    return LostActor(who, mesh, rank, node, cause(error), log())
+def make_lost_error(
+    caller: str, mesh: str, rank: int, node: str, error: BaseException, log: Callable[[], str]
+) -> LostActor:
+    """Make the error for a process that died; ``log`` returns the last lines of its log."""
+    if trace := _find_start_traceback(error):
+        return FailedStart(caller, mesh, rank, node, f"it raised {trace.splitlines()[-1]}", trace)
+    return LostActor(caller, mesh, rank, node, describe_death(error), log())
 
 
-def _raised_at_start(error: BaseException) -> str:
-    """The traceback of an actor's constructor, or of the import of its class; empty if neither raised."""
+def _find_start_traceback(error: BaseException) -> str:
+    """Find the traceback of an actor's constructor, or of the import of its class; empty if neither raised."""
     text = _ANSI.sub("", str(error)).partition("\nAn unexpected internal error")[0].rstrip()
-    _, constructor, raised = text.partition("raised in its creation task, ")
+    _, constructor, tail = text.partition("raised in its creation task, ")
     if constructor:
-        return raised[max(raised.find("  File "), 0) :]
-    _, found, trace = text.rpartition("Traceback (most recent call last):")
-    return f"{found}{trace}" if found else ""
+        return tail[max(tail.find("  File "), 0) :]
+    _, mark, trace = text.rpartition("Traceback (most recent call last):")
+    return f"{mark}{trace}" if mark else ""
 
 
-def cause(error: BaseException) -> str:
-    """Why an actor died, on one line: the facts that Ray gives, without its guesses."""
+def describe_death(error: BaseException) -> str:
+    """Describe why an actor died, on one line: the facts that Ray gives, without its guesses."""
     from ray.exceptions import ActorUnavailableError
 
     text = str(error)
@@ -100,5 +102,5 @@ def cause(error: BaseException) -> str:
         if mark in text:
             text = text[text.index(mark) + (len(mark) if mark.endswith(":") else 0) :]
             break
-    text = text.partition("Some common causes include")[0]  # guesses begin here
+    text = text.partition("Some common causes include")[0]  # Ray's guesses follow.
     return " ".join(_ANSI.sub("", text).split())[:500].rstrip(".")

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from nrl.runtime.ray.nodes import by_value
+from nrl.runtime.ray.nodes import send_by_value
 
 __all__ = ["Connection", "connection", "get_reply", "kill", "list_nodes", "ray_error", "start_on", "wait_for_all"]
 
@@ -11,8 +11,8 @@ __all__ = ["Connection", "connection", "get_reply", "kill", "list_nodes", "ray_e
 class Connection(NamedTuple):
     """The cluster that this process has joined."""
 
-    version: str  # of Ray
-    address: str  # of the head, "host:port"
+    version: str  # Ray's version
+    address: str  # address of the head, "host:port"
     node: str  # the id of this host
 
 
@@ -43,7 +43,7 @@ def start_on(node: str, cls: type, *args: Any, **options: Any) -> Any:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    actor: Any = ray.remote(by_value(cls))
+    actor: Any = ray.remote(send_by_value(cls))
     strategy = NodeAffinitySchedulingStrategy(node, soft=False)
     return actor.options(num_cpus=0, max_restarts=0, scheduling_strategy=strategy, **options).remote(*args)
 

@@ -8,24 +8,24 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["Echo", "echo", "hushed"]
+__all__ = ["Echo", "install_echo", "silence_ray"]
 
 _KNOWN = 10_000  # lines that are remembered
-_NAMELESS = "The hostname of the client socket cannot be retrieved"  # torch, of addresses that have no name
+_NAMELESS = "The hostname of the client socket cannot be retrieved"  # torch logs this for addresses without a name
 _ACTOR = re.compile(r"(?P<mesh>.+)\[\d+\]")
 
 
 class Echo:
-    """Writes lines of processes to this process's streams; a line that all ranks of a mesh write appears once.
+    """A writer of processes' lines to this process's streams; a line that all ranks of a mesh write appears once.
 
     A line appears as often as the rank with the most copies has written it.
 
     Args:
         other: gets lines that are not from a mesh.
 
-    >>> echo = Echo(print)
+    >>> install_echo = Echo(print)
     >>> for rank in (1, 0):
-    ...     echo({"actor_name": f"trainer[{rank}]", "lines": ["ready"], "is_err": False})
+    ...     install_echo({"actor_name": f"trainer[{rank}]", "lines": ["ready"], "is_err": False})
     (trainer[1]) ready
     """
 
@@ -34,49 +34,49 @@ class Echo:
         self._written: OrderedDict[tuple[str, bool, str], dict[str, int]] = OrderedDict()
 
     def __call__(self, data: Mapping[str, Any]) -> None:
-        """Take lines as Ray's driver gets them."""
-        who = str(data.get("actor_name") or "")
-        found = _ACTOR.fullmatch(who)
-        if found is None:
+        """Write lines in the form in which Ray's driver gets them."""
+        actor = str(data.get("actor_name") or "")
+        match = _ACTOR.fullmatch(actor)
+        if match is None:
             self._other(data)
             return
         stream = sys.stderr if data["is_err"] else sys.stdout
         away = data.get("ip") != data.get("localhost")
-        prefix = f"({who}, {data['ip']})" if away else f"({who})"
+        prefix = f"({actor}, {data['ip']})" if away else f"({actor})"
         if stream.isatty():
             prefix = f"\x1b[36m{prefix}\x1b[0m"
-        for line in filter(_told, data["lines"]):
-            if self._new((found["mesh"], bool(data["is_err"]), line), who):
+        for line in filter(_is_shown, data["lines"]):
+            if self._count_line((match["mesh"], bool(data["is_err"]), line), actor):
                 print(prefix, line, file=stream, flush=True)
 
-    def _new(self, key: tuple[str, bool, str], who: str) -> bool:
+    def _count_line(self, key: tuple[str, bool, str], actor: str) -> bool:
         times = self._written.setdefault(key, {})
         self._written.move_to_end(key)
-        most = max(times.values(), default=0)
-        times[who] = times.get(who, 0) + 1
+        seen = max(times.values(), default=0)
+        times[actor] = times.get(actor, 0) + 1
         if len(self._written) > _KNOWN:
             self._written.popitem(last=False)
-        return times[who] > most
+        return times[actor] > seen
 
 
-def _told(line: str) -> bool:
+def _is_shown(line: str) -> bool:
     return _NAMELESS not in line
 
 
-def echo() -> None:
-    """Let Ray, which has been entered, write lines of processes through `Echo`."""
+def install_echo() -> None:
+    """Let Ray, once connected, write lines of processes through `Echo`."""
     from ray._private import ray_logging
 
     streams = ray_logging.global_worker_stdstream_dispatcher
     name = "ray_print_logs"  # Ray's own, which it removes when it is left
-    ours = [handler for known, handler in streams.handlers if known == name]
+    ours = [handler for handler_name, handler in streams.handlers if handler_name == name]
     for handler in ours:
         streams.remove_handler(name)
         streams.add_handler(name, Echo(handler))
 
 
-def hushed() -> None:
-    """Switch off messages of Ray that nobody can act on; before it is entered."""
+def silence_ray() -> None:
+    """Switch off messages of Ray that users cannot act on; call this before connecting."""
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # a cluster of one's own has a token
     if not sys.stdout.isatty():
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")

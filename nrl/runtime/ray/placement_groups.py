@@ -10,22 +10,22 @@ import attrs
 from nrl.errors import PlacementError
 from nrl.log.slow_wait import say, wait_until
 from nrl.runtime.mesh.placement import Kind, Strategy
-from nrl.runtime.ray.connection import stock
-from nrl.runtime.restart_state import begun_again
+from nrl.runtime.ray.connection import available_resources
+from nrl.runtime.restart_state import is_restart
 
-__all__ = ["PATIENCE", "Wanted", "nodes_of", "placed", "reserved"]
+__all__ = ["PATIENCE", "SlotRequest", "list_bundle_nodes", "reserve_slots", "wait_until_placed"]
 
 PATIENCE = 60.0
-"""Seconds for all slots, where fewer will do."""
+"""Seconds to wait for all slots, if fewer are acceptable."""
 
-_SOME = 20.0  # for those
-_LOOK = 5.0  # seconds between two looks at what has joined the cluster
-_MOMENT = 30.0  # seconds in which slots on chosen hosts are there, unless another program has taken them
+_RETRY_PATIENCE = 20.0  # seconds to wait for fewer slots
+_LOOK = 5.0  # seconds between two checks for new nodes of the cluster
+_MOMENT = 30.0  # seconds to wait for slots on chosen hosts, which another program may have taken
 
 
 @attrs.frozen
-class Wanted:
-    """Slots that a program asks for.
+class SlotRequest:
+    """A request for slots.
 
     Args:
         n: how many.
@@ -33,7 +33,7 @@ class Wanted:
         per_host: so many on each host; then there is no strategy.
         gpu: whether a slot is a GPU and a CPU, or a CPU alone.
 
-    >>> print(Wanted(6, "PACK", 4, True))
+    >>> print(SlotRequest(6, "PACK", 4, True))
     6 slots of 1 GPU and 1 CPU each, 4 on each host
     """
 
@@ -44,44 +44,44 @@ class Wanted:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """What Ray sets aside for a slot."""
+        """Resources that Ray reserves for a slot."""
         return {"GPU": 1, "CPU": 1} if self.gpu else {"CPU": 1}
 
     @property
     def sizes(self) -> list[int]:
-        """How many slots on each host, where the program says so."""
-        each = self.per_host or self.n
-        return [min(each, self.n - first) for first in range(0, self.n, each)]
+        """Number of slots on each host, if the program chose it."""
+        per_host = self.per_host or self.n
+        return [min(per_host, self.n - first) for first in range(0, self.n, per_host)]
 
     def __str__(self) -> str:
-        each = " and ".join(f"{count:g} {kind}" for kind, count in self.bundle.items())
-        where = self.strategy if self.per_host is None else f"{self.per_host} on each host"
-        return f"{self.n} slots of {each} each, {where}"
+        resources = " and ".join(f"{count:g} {kind}" for kind, count in self.bundle.items())
+        spread = self.strategy if self.per_host is None else f"{self.per_host} on each host"
+        return f"{self.n} slots of {resources} each, {spread}"
 
-    def refusal(self, waited: float) -> str:
-        """Why they cannot be had."""
+    def describe_refusal(self, waited: float) -> str:
+        """Return the text of the error: the slots cannot be had."""
         return (
             f"reserve: {self}, cannot be had"
             + (f" (waited {waited:g} s)" if waited else "")
-            + f"; {stock(self.gpu)}. Ask for fewer slots, another strategy, or add nodes"
+            + f"; {available_resources(self.gpu)}. Ask for fewer slots, another strategy, or add nodes"
         )
 
-    def waiting(self, seconds: float) -> str:
-        """A line while they are not there yet."""
-        none = ", since no node has a GPU yet" if self.gpu and not _gpus() else ""
-        return f"reserve: waiting for {self}{none} ({seconds:.0f} s); {stock(self.gpu)}"
+    def describe_wait(self, seconds: float) -> str:
+        """Return a line of progress while waiting for the slots."""
+        note = ", since no node has a GPU yet" if self.gpu and not _has_gpus() else ""
+        return f"reserve: waiting for {self}{note} ({seconds:.0f} s); {available_resources(self.gpu)}"
 
 
-def reserved(
+def reserve_slots(
     n: int,
     strategy: Strategy,
     per_host: int | None,
     kind: Kind | None,
     least: int | None,
     limit: float,
-    fits: Callable[[Wanted], bool],
-) -> tuple[Wanted, Any]:
-    """What was had, and its placement group.
+    fits: Callable[[SlotRequest], bool],
+) -> tuple[SlotRequest, Any]:
+    """Reserve slots; return the request that was granted, and its placement group.
 
     Args:
         n: as of `nrl.runtime.Cluster.reserve`, and so are the next three.
@@ -97,52 +97,58 @@ def reserved(
     """
     began = time.monotonic()
     until, count = began + limit, n
-    least = least if begun_again() else None
+    least = least if is_restart() else None
     while True:
-        wanted = Wanted(count, strategy, per_host, kind == "gpu" or (kind is None and _gpus()))
-        if not fits(wanted):
+        request = SlotRequest(count, strategy, per_host, kind == "gpu" or (kind is None and _has_gpus()))
+        if not fits(request):
             if least is None or count == least:
-                raise PlacementError(wanted.refusal(0))
-            count = max(least, min(count - 1, _free(wanted)))
+                raise PlacementError(request.describe_refusal(0))
+            count = max(least, min(count - 1, _count_free(request)))
             continue
 
-        def changed(gpu: bool = wanted.gpu) -> bool:
-            return kind is None and not gpu and _gpus()
+        def has_changed(gpu: bool = request.gpu) -> bool:
+            return kind is None and not gpu and _has_gpus()
 
-        left = max(0.0, until - time.monotonic())
-        group = _granted(wanted, changed, left if least is None else min(left, PATIENCE if count == n else _SOME))
+        remaining = max(0.0, until - time.monotonic())
+        group = _await_group(
+            request,
+            has_changed,
+            remaining if least is None else min(remaining, PATIENCE if count == n else _RETRY_PATIENCE),
+        )
         if group is not None:
-            return wanted, group
-        if not changed():
+            return request, group
+        if not has_changed():
             if time.monotonic() >= until:
-                raise PlacementError(wanted.refusal(limit))
-            count = n if least is None else max(least, min(n, _free(wanted)))
+                raise PlacementError(request.describe_refusal(limit))
+            count = n if least is None else max(least, min(n, _count_free(request)))
             if count < n:
-                say(f"reserve: {wanted}, are not to be had within {time.monotonic() - began:.0f} s; {count} will do")
+                say(f"reserve: {request}, are not to be had within {time.monotonic() - began:.0f} s; {count} will do")
 
 
-def _granted(wanted: Wanted, changed: Callable[[], bool], limit: float) -> Any:
-    """A placement group that Ray has granted; None: it was not there in time, or should be another one by now."""
-    bundles = [wanted.bundle] * wanted.n
-    if wanted.per_host is None:
-        return _waited(wanted, changed, limit, bundles, wanted.strategy)
-    # Ray knows no "four on each host": whole hosts are found first, whose numbers then bind a bundle for each slot
-    whole = [{kind: count * size for kind, count in wanted.bundle.items()} for size in wanted.sizes]
+def _await_group(request: SlotRequest, has_changed: Callable[[], bool], limit: float) -> Any:
+    """Wait for a placement group; None: it was not granted in time, or the request should change by now."""
+    bundles = [request.bundle] * request.n
+    if request.per_host is None:
+        return _create_group(request, has_changed, limit, bundles, request.strategy)
+    # Ray cannot express "four on each host": find full hosts first, then bind a bundle for each slot to its host's id.
+    host_bundles = [{kind: count * size for kind, count in request.bundle.items()} for size in request.sizes]
     until, group = time.monotonic() + limit, None
-    while group is None and (left := until - time.monotonic()) > 0:
-        if (spread := _waited(wanted, changed, left, whole, "STRICT_SPREAD")) is None:
+    while group is None and (remaining := until - time.monotonic()) > 0:
+        if (spread := _create_group(request, has_changed, remaining, host_bundles, "STRICT_SPREAD")) is None:
             return None
-        hosts = nodes_of(spread)
-        _removed(spread)
-        there = [{"ray.io/node-id": host} for host, size in zip(hosts, wanted.sizes, strict=True) for _ in range(size)]
-        left = min(_MOMENT, max(1.0, until - time.monotonic()))
-        group = _waited(wanted, changed, left, bundles, "PACK", bundle_label_selector=there)
+        hosts = list_bundle_nodes(spread)
+        _remove(spread)
+        selectors = [
+            {"ray.io/node-id": host} for host, size in zip(hosts, request.sizes, strict=True) for _ in range(size)
+        ]
+        remaining = min(_MOMENT, max(1.0, until - time.monotonic()))
+        group = _create_group(request, has_changed, remaining, bundles, "PACK", bundle_label_selector=selectors)
     return group
 
 
-def _waited(
-    wanted: Wanted,
-    changed: Callable[[], bool],
+def _create_group(
+    request: SlotRequest,
+    has_changed: Callable[[], bool],
     limit: float,
     bundles: Sequence[dict[str, float]],
     strategy: Strategy,
@@ -155,48 +161,48 @@ def _waited(
 
     def ready(seconds: float) -> bool:
         nonlocal over
-        there = placed(group, seconds)
-        over = changed()
-        return there or over
+        is_placed = wait_until_placed(group, seconds)
+        over = has_changed()
+        return is_placed or over
 
     try:
-        if wait_until(ready, max(0.0, limit), wanted.waiting, every=_LOOK) and not over:
+        if wait_until(ready, max(0.0, limit), request.describe_wait, poll_seconds=_LOOK) and not over:
             return group
     except BaseException:  # Ctrl-C, too
-        _removed(group)
+        _remove(group)
         raise
-    _removed(group)
+    _remove(group)
     return None
 
 
-def placed(group: Any, seconds: float) -> bool:
-    """Whether a placement group has its places, or gets them within about so long: Ray waits for whole seconds."""
+def wait_until_placed(group: Any, seconds: float) -> bool:
+    """Return whether a placement group is placed within about so many seconds: Ray waits for whole seconds."""
     return bool(group.wait(math.ceil(seconds)))
 
 
-def nodes_of(group: Any) -> list[str | None]:
-    """The Ray id of the node of each bundle; None: it has none now."""
+def list_bundle_nodes(group: Any) -> list[str | None]:
+    """Return the Ray id of the node of each bundle; None: the bundle has no node now."""
     from ray.util.placement_group import placement_group_table
 
-    found = placement_group_table(group)["bundles_to_node_id"]
-    return [str(found[place]) if found.get(place) else None for place in range(len(group.bundle_specs))]
+    nodes = placement_group_table(group)["bundles_to_node_id"]
+    return [str(nodes[index]) if nodes.get(index) else None for index in range(len(group.bundle_specs))]
 
 
-def _removed(group: Any) -> None:
+def _remove(group: Any) -> None:
     from ray.util.placement_group import remove_placement_group
 
     remove_placement_group(group)
 
 
-def _free(wanted: Wanted) -> int:
-    """How many slots the cluster has room for, wherever they lie."""
+def _count_free(request: SlotRequest) -> int:
+    """Return how many slots the cluster has room for, on any nodes."""
     import ray
 
     free = ray.available_resources()
-    return int(min(free.get(kind, 0) // count for kind, count in wanted.bundle.items()))
+    return int(min(free.get(kind, 0) // count for kind, count in request.bundle.items()))
 
 
-def _gpus() -> bool:
+def _has_gpus() -> bool:
     import ray
 
     return bool(ray.cluster_resources().get("GPU", 0) > 0)

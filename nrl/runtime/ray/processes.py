@@ -13,20 +13,20 @@ from nrl.runtime.mesh.futures import Submitted
 from nrl.runtime.mesh.placement import Mesh
 from nrl.runtime.mesh.processes import Donated, Out
 from nrl.runtime.mesh.task_queue import Desk
-from nrl.runtime.ray.call_arguments import Arguments, Kept, Stored
-from nrl.runtime.ray.codec.messages import Order, folded
-from nrl.runtime.ray.helpers import ActorHelper, packed
+from nrl.runtime.ray.call_arguments import Arguments, KeptValue, ObjectStoreCache
+from nrl.runtime.ray.codec.messages import CallRequest, encode
+from nrl.runtime.ray.helpers import ActorHelper, pack_task
 from nrl.runtime.ray.nodes import last_lines
-from nrl.runtime.ray.pending_call import Call, Ref, Seat
+from nrl.runtime.ray.pending_call import ActorLocation, Call, Ref
 from nrl.runtime.ray.results import ActorResults
-from nrl.runtime.ray.signal_guard import deferred
+from nrl.runtime.ray.signal_guard import defer_signals
 from nrl.runtime.trace import profiles
 from nrl.runtime.venvs.registry import executable
 
 __all__ = ["RayProcesses"]
 
 _KEYS = itertools.count(1)
-_ORDER = threading.RLock()  # so that all processes get their calls in the same order, across meshes that share them
+_ORDER = threading.RLock()  # All processes get their calls in one order, across meshes that share devices.
 
 
 class RayProcesses:
@@ -37,18 +37,17 @@ class RayProcesses:
     Args:
         mesh: of these processes.
         actors: one for each rank.
-        nodes: for each actor, where it is.
+        nodes: the location of each actor.
         deadline: seconds that a call may take.
         helper: starts the actor of a rank's helper.
-        others: meshes that may share devices with this one. Where they do, a call on this one makes them rest: their
-            values leave the device.
+        others: meshes that may share devices with this one. A call on this one offloads their values.
     """
 
     def __init__(
         self,
         mesh: Mesh,
         actors: Sequence[Any],
-        nodes: Sequence[Seat],
+        nodes: Sequence[ActorLocation],
         deadline: float,
         helper: Callable[[int], Any],
         others: Sequence["RayProcesses"] = (),
@@ -59,30 +58,30 @@ class RayProcesses:
         self.dropped: list[deque[int]] = [deque() for _ in actors]
         self._ended: BaseException | None = None
         self._others, self._awake = others, False
-        self._open: deque[Call] = deque()
+        self._open_calls: deque[Call] = deque()
         self._failed: list[Call] = []
-        self.stored = Stored()
-        self._desk = Desk(self.name, mesh.size, deadline, functools.partial(ActorHelper, self, helper))
-        self._speakers = [mesh.layout.speaker(shard) for shard in range(mesh.dp)]
+        self.stored = ObjectStoreCache()
+        self._queue = Desk(self.name, mesh.size, deadline, functools.partial(ActorHelper, self, helper))
+        self._leaders = [mesh.layout.shard_leader(shard) for shard in range(mesh.dp)]
         self._logs = [actor.do.remote("logs") for actor in actors]
-        meeting = actors[0].do.remote("listen", deadline) if mesh.size > 1 else None
+        rendezvous = actors[0].do.remote("listen", deadline) if mesh.size > 1 else None
         axes = [(axis, mesh.axes[axis]) for axis in ("pp", "dp", "cp", "tp")]
-        joined = [actor.do.remote("join", meeting, axes, deadline) for actor in actors]
-        self.starting = Call(self, f"mesh '{mesh.name}', while it started", joined, [])
+        replies = [actor.do.remote("join", rendezvous, axes, deadline) for actor in actors]
+        self.starting = Call(self, f"mesh '{mesh.name}', while it started", replies, [])
 
     @property
     def count(self) -> int:
-        """How many processes there are."""
+        """Number of processes."""
         return len(self.actors)
 
     @property
-    def ended(self) -> bool:
-        """Whether they have been killed."""
+    def has_ended(self) -> bool:
+        """True if the processes have been killed."""
         return self._ended is not None
 
     def call(
         self,
-        who: str,
+        caller: str,
         fn: Callable[..., Any],
         args: Sequence[Sequence[Any]],
         outs: Out | tuple[Out, ...],
@@ -90,181 +89,185 @@ class RayProcesses:
         turn: bool = True,
         sent: Callable[[], object] | None = None,
     ) -> list[Any]:
-        """Send every process its order; returns at once."""
-        self.mesh.cluster.check_open(who)
+        """Send every process its request; return at once."""
+        self.mesh.cluster.check_open(caller)
         kinds = outs if isinstance(outs, tuple) else (outs,)
-        wanted = [tuple(self._sends(rank, kind) for kind in kinds) for rank in range(self.count)]
-        keys = [tuple(next(_KEYS) if kind is Out.kept else None for kind in kinds) for _ in self.actors]
-        arguments = Arguments(self, self.stored, who, fn)
-        loads = [arguments.load(rank, given) for rank, given in enumerate(args)]
-        trace = profiles.trace_path(self.name, who)
-        with deferred(), _ORDER:
-            if (ended := self.after_end(who)) is not None:
+        returned = [tuple(self._sends_result(rank, kind) for kind in kinds) for rank in range(self.count)]
+        keys = [tuple(next(_KEYS) if kind is Out.on_rank else None for kind in kinds) for _ in self.actors]
+        arguments = Arguments(self, self.stored, caller, fn)
+        loads = [arguments.pack(rank, values) for rank, values in enumerate(args)]
+        trace = profiles.trace_path(self.name, caller)
+        with defer_signals(), _ORDER:
+            if (ended := self.error_after_end(caller)) is not None:
                 raise ended
-            resting = self._take_turns() if turn else []
+            offloading = self._take_turns() if turn else []
             self._awake = True
-            letters = [
-                folded(
-                    Order(
-                        who=who,
+            payloads = [
+                encode(
+                    CallRequest(
+                        caller=caller,
                         function=arguments.digest,
-                        args=given,
+                        args=values,
                         outs=outs,
                         keys=keys[rank],
-                        wanted=wanted[rank],
-                        compared=tuple(kind is Out.same and self.count > 1 for kind in kinds),
-                        dropped=_taken(self.dropped[rank]),
+                        returned=returned[rank],
+                        compared=tuple(kind is Out.replicated and self.count > 1 for kind in kinds),
+                        dropped=_drain(self.dropped[rank]),
                         trace=trace,
                         turn=turn,
                     ),
                     beside,
                 )
-                for rank, (given, beside) in enumerate(loads)
+                for rank, (values, beside) in enumerate(loads)
             ]
-            rested = [ref for other in resting for ref in other.receipts]
-            refs = self._send(who, letters, rested, [1 + sum(each) for each in wanted])
-            before = [*arguments.before, *arguments.read, *resting]
-            call = Call(self, who, [given[0] for given in refs], before, arguments.read)
-            consumed = [[arg.value for arg in given if isinstance(arg, Donated)] for given in args]
-            if kinds.count(Out.kept) == 1 and all(len(values) == 1 for values in consumed):
+            offloaded = [ref for other in offloading for ref in other.replies]
+            refs = self._send(caller, payloads, offloaded, [1 + sum(flags) for flags in returned])
+            before = [*arguments.before, *arguments.read, *offloading]
+            call = Call(self, caller, [values[0] for values in refs], before, arguments.read)
+            consumed = [[arg.value for arg in values if isinstance(arg, Donated)] for values in args]
+            if kinds.count(Out.on_rank) == 1 and all(len(values) == 1 for values in consumed):
                 call.instead = [value for (value,) in consumed]
             self._remember(call)
-            returned = [iter(given[1:]) for given in refs]
-            found: list[Any] = []
-            for place, kind in enumerate(kinds):
-                if kind is Out.kept:
-                    found.append([self._kept(rank, key[place] or 0, call) for rank, key in enumerate(keys)])
+            iterators = [iter(values[1:]) for values in refs]
+            results: list[Any] = []
+            for index, kind in enumerate(kinds):
+                if kind is Out.on_rank:
+                    results.append([self.make_handle(rank, key[index] or 0, call) for rank, key in enumerate(keys)])
                 else:
-                    results = [next(refs) for refs, sends in zip(returned, wanted, strict=True) if sends[place]]
-                    found.append(ActorResults(call, results))
+                    parts = [next(refs) for refs, sends in zip(iterators, returned, strict=True) if sends[index]]
+                    results.append(ActorResults(call, parts))
             if sent is not None:
-                sent()  # now that each kept value has its name: without one, the processes would keep it for good
-        return found
+                sent()  # Each kept value has its handle now: without one, the processes would keep it for good.
+        return results
 
     def submit(
-        self, who: str, fn: Callable[..., Any], args: Sequence[Any], rank: int | None, deadline: float | None
+        self, caller: str, fn: Callable[..., Any], args: Sequence[Any], rank: int | None, deadline: float | None
     ) -> Submitted[Any]:
-        """Let a helper call a function; returns at once."""
-        if (ended := self.after_end(who)) is not None:
+        """Let a helper call a function; return at once."""
+        if (ended := self.error_after_end(caller)) is not None:
             raise ended
-        return self._desk.submit(who, fn, args, rank, deadline, functools.partial(packed, self, self.stored, who))
+        return self._queue.submit(
+            caller, fn, args, rank, deadline, functools.partial(pack_task, self, self.stored, caller)
+        )
 
     def _send(
-        self, who: str, letters: Sequence[list[Any]], rested: Sequence[Ref], returns: Sequence[int]
+        self, caller: str, payloads: Sequence[list[Any]], offloaded: Sequence[Ref], returns: Sequence[int]
     ) -> list[list[Ref]]:
-        """Send all orders, or end the mesh: where only some got a call, the next one would meet it in a collective."""
+        """Send all requests, or end the mesh: after a call in some processes only, collectives would not match."""
         refs: list[list[Ref]] = []
         try:
-            for actor, letter, count in zip(self.actors, letters, returns, strict=True):
-                given = actor.do.options(num_returns=count).remote("call", *letter, *rested)
-                refs.append(given if isinstance(given, list) else [given])
+            for actor, payload, count in zip(self.actors, payloads, returns, strict=True):
+                reply = actor.do.options(num_returns=count).remote("call", *payload, *offloaded)
+                refs.append(reply if isinstance(reply, list) else [reply])
         except BaseException as error:  # an interrupt, too
-            why = ClusterError(
-                f"{who} had gone out to {len(refs)} of {self.count} processes of mesh '{self.name}' when "
+            reason = ClusterError(
+                f"{caller} had gone out to {len(refs)} of {self.count} processes of mesh '{self.name}' when "
                 f"{type(error).__name__} was raised, so the mesh has been ended; make another one"
             )
-            self.end(why)
-            error.add_note(str(why))
+            self.end(reason)
+            error.add_note(str(reason))
             raise
         return refs
 
     def _take_turns(self) -> list[Call]:
-        """Make meshes on the same devices rest; the calls to wait for before the devices are free."""
-        resting: list[Call] = []
+        """Offload meshes on the same devices; return the calls to wait for before the devices are free."""
+        offloading: list[Call] = []
         for other in self._others:
             shared = set(other.mesh.slots.indices) & set(self.mesh.slots.indices)
             if other is not self and shared and other._awake and other._ended is None:
-                resting.append(Call(other, "rest", [actor.do.remote("rest") for actor in other.actors], []))
-                other._remember(resting[-1])
+                offloading.append(Call(other, "rest", [actor.do.remote("offload") for actor in other.actors], []))
+                other._remember(offloading[-1])
                 other._awake = False
-        return resting
+        return offloading
 
-    def _kept(self, rank: int, key: int, call: Call) -> Kept:
-        """Name a value that a process keeps; when the name is gone, the next call lets the process drop the value."""
-        value = Kept(self, rank, key, call)
+    def make_handle(self, rank: int, key: int, call: Call) -> KeptValue:
+        """Make a handle of a value in a process; once the handle is gone, the next call makes the process drop it."""
+        value = KeptValue(self, rank, key, call)
         weakref.finalize(value, self.dropped[rank].append, key).atexit = False
         return value
 
-    def _sends(self, rank: int, kind: Out) -> bool:
-        """Whether a rank sends a result: of several ranks that hold the same one, the first does."""
-        if kind in (Out.kept, Out.all):
+    def _sends_result(self, rank: int, kind: Out) -> bool:
+        """Return whether a rank sends a result: of several ranks with the same result, the first does."""
+        if kind in (Out.on_rank, Out.all):
             return kind is Out.all
-        return rank in (self._speakers if kind is Out.each else self._speakers[:1])
+        return rank in (self._leaders if kind is Out.per_shard else self._leaders[:1])
 
     def _remember(self, call: Call) -> None:
-        """Keep a call until it has ended, so that one that nobody waits for gets into the timeline, too."""
-        self._open.append(call)
-        while self._open and (self._open[0].done or (len(self._open) > 16 and self._open[0].poll())):
-            ended = self._open.popleft()
-            if ended.untold is not None:
+        """Keep a call until it has ended, so that the timeline has calls without a waiting caller, too."""
+        self._open_calls.append(call)
+        while self._open_calls and (
+            self._open_calls[0].done or (len(self._open_calls) > 16 and self._open_calls[0].poll())
+        ):
+            ended = self._open_calls.popleft()
+            if ended.unreported_error is not None:
                 self._failed.append(ended)
 
-    def earlier(self, call: Call) -> list[Call]:
-        """The calls that were made before this one and are not known to have ended."""
-        return list(itertools.takewhile(lambda other: other is not call, list(self._open)))
+    def earlier_calls(self, call: Call) -> list[Call]:
+        """Return the calls made before this one that are not known to have ended."""
+        return list(itertools.takewhile(lambda other: other is not call, list(self._open_calls)))
 
     def finish(self) -> None:
-        """Wait for all calls, and raise what one raised whose results nobody has read."""
-        for call in list(self._open):
+        """Wait for all calls, and raise the error of a call whose results were not read."""
+        for call in list(self._open_calls):
             call.finish()
-        for call in [*self._failed, *self._open]:
-            error = call.untold
+        for call in [*self._failed, *self._open_calls]:
+            error = call.unreported_error
             if error is not None:
-                error.add_note(f"No result of {call.who} was read, so this is said when the cluster is left.")
+                error.add_note(f"No result of {call.caller} was read, so this is said when the cluster is left.")
                 raise error
 
-    def where(self, rank: int) -> str:
-        """How errors name a process: with its node, if that is not the driver's."""
+    def describe_rank(self, rank: int) -> str:
+        """Name a process for errors: with its node, if the driver is on another."""
         import ray
 
         node, address, _ = self.nodes[rank]
         away = ray.is_initialized() and node != ray.get_runtime_context().get_node_id()
         return f"rank {rank} of mesh '{self.name}'" + (f" on node {address}" if away else "")
 
-    def gone(self) -> int | None:
-        """The first rank whose node is gone; None: all nodes are there."""
+    def find_lost_rank(self) -> int | None:
+        """Return the first rank whose node is gone, or None."""
         import ray
 
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         return next((rank for rank, seat in enumerate(self.nodes) if seat.node not in alive), None)
 
-    def last_lines(self, rank: int, most: int = 20) -> str:
-        """The last lines of a process's log; empty where they cannot be read any more."""
-        return last_lines(self.nodes[rank][0], self._logs[rank], most)
+    def last_lines(self, rank: int, limit: int = 20) -> str:
+        """Return the last lines of a process's log; empty if they cannot be read any more."""
+        return last_lines(self.nodes[rank][0], self._logs[rank], limit)
 
-    def end(self, why: BaseException) -> None:
-        """Kill every process; from now on calls raise ``why``."""
+    def end(self, reason: BaseException) -> None:
+        """Kill every process; from now on calls raise ``reason``."""
         import ray
 
-        with deferred(), _ORDER:
-            self._ended = self._ended or why
+        with defer_signals(), _ORDER:
+            self._ended = self._ended or reason
             for actor in self.actors:
                 ray.kill(actor, no_restart=True)
-        self._desk.close(lambda who: self.after_end(who) or why)
+        self._queue.close(lambda who: self.error_after_end(who) or reason)
 
-    def after_end(self, who: str) -> BaseException | None:
-        """What a call raises if the processes have been ended; None: they have not."""
-        why = self._ended
-        if why is None or isinstance(why, ClusterError | StateError):
-            return why and why.with_traceback(None)
-        error = ClusterError(f"{who}: mesh '{self.name}' has been ended, after {type(why).__name__}: {why}")
-        error.__cause__ = why
+    def error_after_end(self, caller: str) -> BaseException | None:
+        """Return the error that a call raises if the processes have been ended, or None."""
+        reason = self._ended
+        if reason is None or isinstance(reason, ClusterError | StateError):
+            return reason and reason.with_traceback(None)
+        error = ClusterError(f"{caller}: mesh '{self.name}' has been ended, after {type(reason).__name__}: {reason}")
+        error.__cause__ = reason
         return error
 
     def forget(self) -> None:
-        """Send batches anew: somebody wrote into the object store."""
+        """Send batches anew, after a write into the object store."""
         self.stored.forget()
 
-    def close(self, why: BaseException) -> None:
+    def close(self, reason: BaseException) -> None:
         """End the processes when the cluster is left."""
-        for call in self._open:
+        for call in self._open_calls:
             call.poll()
-        self.end(why)
+        self.end(reason)
 
 
-def _taken(keys: deque[int]) -> tuple[int, ...]:
-    """Empty a queue, and return what was in it."""
-    found = []
+def _drain(keys: deque[int]) -> tuple[int, ...]:
+    """Empty a queue, and return its items."""
+    drained = []
     while keys:
-        found.append(keys.popleft())
-    return tuple(found)
+        drained.append(keys.popleft())
+    return tuple(drained)

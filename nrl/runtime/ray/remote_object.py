@@ -8,18 +8,18 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from nrl.errors import ClusterError, PlacementError
-from nrl.runtime.ray.connection import enter
-from nrl.runtime.ray.nodes import by_value
+from nrl.runtime.ray.connection import connect
+from nrl.runtime.ray.nodes import send_by_value
 
-__all__ = ["Apart", "Gone", "join"]
+__all__ = ["RemoteObject", "RemoteObjectDied", "join"]
 
-_LAST = 10.0  # seconds for an object to answer at its end
+_LAST_CALL = 10.0  # seconds for an object to answer at its end
 
 _lock = threading.Lock()
 _joined = ""
 
 
-class Gone(ClusterError):
+class RemoteObjectDied(ClusterError):
     """The process of an object is gone, or its node, or the cluster."""
 
 
@@ -43,31 +43,31 @@ def join(address: str) -> None:
         )
     with _lock:
         if ray.is_initialized():
-            own = str(ray.get_runtime_context().gcs_address)  # also of Ray Client
-            if address not in ("auto", _joined, own) and not _same(address, own):
+            current = str(ray.get_runtime_context().gcs_address)  # also of Ray Client
+            if address not in ("auto", _joined, current) and not _is_same_server(address, current):
                 raise PlacementError(
-                    f"this program is in the Ray cluster at {own}, and cannot join {address} as well; give 'auto' for "
-                    "the same one"
+                    f"this program is in the Ray cluster at {current}, and cannot join {address} as well; give 'auto' "
+                    "for the same one"
                 )
             return
-        where = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
-        enter(where, here="")
-        _joined = where
+        target = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
+        connect(target, or_else="")
+        _joined = target
 
 
-def _same(one: str, other: str) -> bool:
-    """Whether two addresses, ``host:port``, lead to the same server as seen from here."""
-    (host, _, port), (elsewhere, _, its) = one.rpartition(":"), other.rpartition(":")
+def _is_same_server(address: str, other: str) -> bool:
+    """Return whether two addresses, ``host:port``, lead to the same server as seen from this host."""
+    (host, _, port), (elsewhere, _, its) = address.rpartition(":"), other.rpartition(":")
     with suppress(OSError):
-        return port == its and bool({host, *_numbers(host)} & {elsewhere, *_numbers(elsewhere)})
+        return port == its and bool({host, *_resolve(host)} & {elsewhere, *_resolve(elsewhere)})
     return False
 
 
-def _numbers(host: str) -> set[str]:
-    return {str(each[4][0]) for each in socket.getaddrinfo(host, None)}
+def _resolve(host: str) -> set[str]:
+    return {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
 
 
-class Apart:
+class RemoteObject:
     """An object that is made on some node that has a free CPU, which it takes; it ends with the program.
 
     Args:
@@ -80,30 +80,30 @@ class Apart:
         import ray
 
         join(address)
-        for each in also:
-            by_value(each)
-        made: Any = ray.remote(by_value(kind))
-        how = {"num_cpus": 1, "max_restarts": 0, "max_concurrency": 2, "scheduling_strategy": "SPREAD"}
-        self._actor = made.options(**how).remote()
+        for function in also:
+            send_by_value(function)
+        actor: Any = ray.remote(send_by_value(kind))
+        options = {"num_cpus": 1, "max_restarts": 0, "max_concurrency": 2, "scheduling_strategy": "SPREAD"}
+        self._actor = actor.options(**options).remote()
 
     def call(self, method: str, *args: Any) -> Callable[[float | None], Any]:
-        """Call a method: a function that waits for seconds, or without a limit, and returns what it returned.
+        """Call a method; return a function that waits for seconds, or without a limit, for its result.
 
-        That function raises what the method raised, and
+        The function raises the method's error, or
 
         Raises:
-            TimeoutError: it has not returned yet.
-            Gone: it will not.
+            TimeoutError: the method has not returned yet.
+            RemoteObjectDied: the method will not return.
         """
         import ray
 
-        with _told():
-            coming = getattr(self._actor, method).remote(*args)
+        with _translate_errors():
+            reference = getattr(self._actor, method).remote(*args)
 
         def result(seconds: float | None = None) -> Any:
             try:
-                with _told():
-                    return ray.get(coming, timeout=seconds)
+                with _translate_errors():
+                    return ray.get(reference, timeout=seconds)
             except ray.exceptions.GetTimeoutError:
                 raise TimeoutError from None
             except ray.exceptions.RayTaskError as error:
@@ -116,22 +116,22 @@ class Apart:
         import ray
 
         if method is not None:
-            with suppress(Gone, TimeoutError):
-                self.call(method)(_LAST)
-        with suppress(Gone), _told():
+            with suppress(RemoteObjectDied, TimeoutError):
+                self.call(method)(_LAST_CALL)
+        with suppress(RemoteObjectDied), _translate_errors():
             ray.kill(self._actor)
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """Turn what Ray raises about a process that is gone into `Gone`."""
+def _translate_errors() -> Iterator[None]:
+    """Turn Ray's errors about a dead process into `RemoteObjectDied`."""
     import ray
 
     if not ray.is_initialized():
-        raise Gone("this program has left the cluster")
+        raise RemoteObjectDied("this program has left the cluster")
     try:
         yield
     except (ray.exceptions.RayTaskError, ray.exceptions.GetTimeoutError):
         raise
     except (ray.exceptions.RayError, ConnectionError) as error:
-        raise Gone(" ".join(str(error).split())[:300]) from None
+        raise RemoteObjectDied(" ".join(str(error).split())[:300]) from None

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nrl.runtime.ray.codec.pickling import deserialized
+from nrl.runtime.ray.codec.pickling import deserialize
 from nrl.runtime.ray.pending_call import Call, Ref
 
 __all__ = ["ActorResults", "Pending", "PendingRows"]
@@ -22,12 +22,12 @@ class ActorResults:
     def then(
         self, combine: Callable[[list[Any]], Any], rows: Sequence[Tensor] | None = None, like: Tensor | None = None
     ) -> "Pending":
-        """A future of what ``combine`` makes of the results."""
+        """Return a future of ``combine(results)``."""
         return Pending(self._call, self._refs, combine, rows, like)
 
 
 class Pending:
-    """A future of a value made of several processes' results; satisfies `nrl.runtime.mesh.futures.Coming`."""
+    """A future of a value made of several processes' results; satisfies `nrl.runtime.mesh.futures.RemoteFuture`."""
 
     def __init__(
         self,
@@ -41,28 +41,28 @@ class Pending:
         self._value: list[Any] = []
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait for the value and fetch it; raises as `Call.wait`."""
+        """Wait for the value and fetch it. Raises as `Call.wait`."""
         if not self._value:
             started = time.monotonic()
             self.call.wait(timeout)
-            left = self.call.actors.deadline - (time.monotonic() - started)
+            remaining = self.call.actors.deadline - (time.monotonic() - started)
             copy = self.rows is None  # putting rows in order makes a copy anyway
-            parts = [deserialized(parts, copy=copy)[0] for parts in self.call.fetch(self.refs, left)]
+            parts = [deserialize(parts, copy=copy)[0] for parts in self.call.fetch(self.refs, remaining)]
             self._value.append(self.combine(parts))
         return self._value[0]
 
     def failure(self) -> BaseException | None:
-        """What the call has raised by now."""
+        """Return the error that the call has raised by now."""
         return self.call.failure()
 
     @functools.cached_property
-    def by_rows(self) -> dict[bytes, Ref]:
-        """The result that holds exactly some rows, by the bytes of their index."""
-        held = list(zip(self.rows or (), self.refs, strict=False))
-        return {rows.numpy().tobytes(): ref for rows, ref in reversed(held)}
+    def results_by_rows(self) -> dict[bytes, Ref]:
+        """Results by the bytes of the index of the rows that they hold."""
+        pairs = list(zip(self.rows or (), self.refs, strict=False))
+        return {rows.numpy().tobytes(): ref for rows, ref in reversed(pairs)}
 
     def part(self, index: Tensor) -> "PendingRows":
-        """Some rows of the value, as an argument of a call."""
+        """Return rows of the value, as an argument of a call."""
         return PendingRows(self, index)
 
     def __reduce__(self) -> Any:
@@ -70,11 +70,11 @@ class Pending:
 
 
 class PendingRows:
-    """Some rows of a value that is on its way."""
+    """A subset of the rows of a pending value."""
 
-    def __init__(self, whole: Pending, index: Tensor) -> None:
-        self.whole, self.index = whole, index
+    def __init__(self, future: Pending, index: Tensor) -> None:
+        self.future, self.index = future, index
 
-    def alone(self) -> Ref | None:
-        """The result that holds exactly these rows, if there is one."""
-        return self.whole.by_rows.get(self.index.numpy().tobytes())
+    def find_exact_result(self) -> Ref | None:
+        """Return the result that holds exactly these rows, if there is one."""
+        return self.future.results_by_rows.get(self.index.numpy().tobytes())

@@ -7,22 +7,22 @@ from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
-__all__ = ["deferred"]
+__all__ = ["defer_signals"]
 
 _NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
-def deferred() -> Iterator[None]:
+def defer_signals() -> Iterator[None]:
     """Let Python's handlers of SIGINT and SIGTERM run after the block and not in the middle of it.
 
-    Each handler runs once for its signal, as soon as the block ends. A second signal of the same kind goes through:
-    somebody wants to end a block that hangs. Handlers run in the main thread alone, so other threads defer nothing. A
-    signal without a Python handler has its usual effect.
+    Each handler runs once for its signal, as soon as the block ends. A second signal of the same kind goes through, to
+    end a block that hangs. Handlers run in the main thread alone, so other threads defer nothing. A signal without a
+    Python handler has its usual effect.
 
     >>> import os
     >>> before = signal.signal(signal.SIGINT, lambda *_: print("interrupted"))
-    >>> with deferred():
+    >>> with defer_signals():
     ...     os.kill(os.getpid(), signal.SIGINT)
     ...     print("whole")
     whole
@@ -32,7 +32,9 @@ def deferred() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers: dict[int, Any] = {each: now for each in _NUMBERS if callable(now := signal.getsignal(each))}
+    handlers: dict[int, Any] = {
+        number: previous for number in _NUMBERS if callable(previous := signal.getsignal(number))
+    }
     waiting: dict[int, FrameType | None] = {}
     inside = True
 

@@ -1,29 +1,29 @@
-"""What steps took of their devices, from where it is found out to the line of the log that it belongs to.
+"""Measurements of devices during steps, on their way to the next line of the log.
 
-It is no metric of a step, since it depends on the clock: the metrics of a step are the same each time.
+They depend on the clock, so they are no metrics of a step, which are the same each time.
 """
 
 from nrl.batch.metrics import Metrics, merge
 
-__all__ = ["add", "taken"]
+__all__ = ["add", "take"]
 
-_FOUND: list[Metrics] = []
-
-
-def add(some: Metrics) -> None:
-    """Keep some numbers for the next line."""
-    _FOUND[:] = [merge(_FOUND[0], some) if _FOUND else some]
+_PENDING: list[Metrics] = []
 
 
-def taken() -> Metrics:
-    """All numbers since the last line, merged; they are given once.
+def add(metrics: Metrics) -> None:
+    """Keep metrics for the next line."""
+    _PENDING[:] = [merge(_PENDING[0], metrics) if _PENDING else metrics]
+
+
+def take() -> Metrics:
+    """Return all metrics since the last line, merged, and forget them.
 
     >>> import torch
     >>> from nrl.batch.metrics import Max, finalize
-    >>> _ = taken()  # what steps before left
+    >>> _ = take()  # Drop metrics of earlier steps.
     >>> add({"device/max_memory_allocated": Max(torch.tensor(3.0))})
     >>> add({"device/max_memory_allocated": Max(torch.tensor(2.0))})
-    >>> finalize(taken()), taken()
+    >>> finalize(take()), take()
     ({'device/max_memory_allocated': 3.0}, {})
     """
-    return _FOUND.pop() if _FOUND else {}
+    return _PENDING.pop() if _PENDING else {}

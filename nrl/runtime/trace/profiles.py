@@ -20,7 +20,7 @@ import attrs
 from nrl.errors import ConfigError
 from nrl.runtime.trace import timeline
 
-__all__ = ["nsight", "parsed", "profiling", "trace_path", "tracing", "untraced"]
+__all__ = ["nsight", "parse_steps", "profiling", "trace_path", "tracing", "without_profiling"]
 
 _GRAMMAR = (
     "give <mesh>:<steps>, where steps are numbers and ranges with commas, such as NRL_PROFILE=trainer:3, "
@@ -35,7 +35,7 @@ _busy = threading.Lock()  # torch has one profiler in a process
 
 @attrs.define(eq=False)
 class _Profiling:
-    """The steps that a run profiles, and what has come of it."""
+    """The steps that a run profiles, and the calls so far."""
 
     folder: Path
     steps: Mapping[str, list[range]]
@@ -43,27 +43,27 @@ class _Profiling:
     traced: dict[str, int] = attrs.field(factory=dict)  # calls
 
 
-_open: list[_Profiling] = []  # one for each run that is entered; the last one counts
+_open: list[_Profiling] = []  # Entered runs; the last one counts.
 
 
-def parsed(text: str) -> dict[str, list[range]]:
-    """The steps that ``NRL_PROFILE`` asks for, by mesh.
+def parse_steps(text: str) -> dict[str, list[range]]:
+    """Parse ``NRL_PROFILE`` into ranges of steps, by mesh.
 
     Raises:
         ConfigError: it does not follow the grammar.
 
-    >>> parsed("trainer:3-5; sampler:0,10")
+    >>> parse_steps("trainer:3-5; sampler:0,10")
     {'trainer': [range(3, 6)], 'sampler': [range(0, 1), range(10, 11)]}
     """
-    found: dict[str, list[range]] = {}
+    ranges_by_mesh: dict[str, list[range]] = {}
     for part in filter(None, map(str.strip, text.split(";"))):
-        mesh, _, steps = (each.strip() for each in part.rpartition(":"))
-        ranges = [re.fullmatch(r"(\d+)(?:\s*-\s*(\d+))?", each.strip()) for each in steps.split(",")]
-        for each in ranges:
-            if not mesh or each is None or int(each[2] or each[1]) < int(each[1]):
+        mesh, _, steps = (match.strip() for match in part.rpartition(":"))
+        ranges = [re.fullmatch(r"(\d+)(?:\s*-\s*(\d+))?", match.strip()) for match in steps.split(",")]
+        for match in ranges:
+            if not mesh or match is None or int(match[2] or match[1]) < int(match[1]):
                 raise ConfigError(f"NRL_PROFILE: '{part}' cannot be read; {_GRAMMAR}")
-            found.setdefault(mesh, []).append(range(int(each[1]), int(each[2] or each[1]) + 1))
-    return found
+            ranges_by_mesh.setdefault(mesh, []).append(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return ranges_by_mesh
 
 
 @contextmanager
@@ -79,32 +79,32 @@ def profiling(folder: Path, environ: Mapping[str, str] = os.environ) -> Iterator
     Raises:
         ConfigError: ``NRL_PROFILE`` does not follow its grammar.
     """
-    entered = _Profiling(folder.absolute(), parsed(environ.get("NRL_PROFILE", "")))
-    _open.append(entered)
+    run = _Profiling(folder.absolute(), parse_steps(environ.get("NRL_PROFILE", "")))
+    _open.append(run)
     try:
         yield
     finally:
-        _open.remove(entered)
-        for line in _outcome(entered):
+        _open.remove(run)
+        for line in _outcome(run):
             print(f"NRL_PROFILE: {line}", flush=True)  # noqa: T201
 
 
-def _outcome(entered: _Profiling) -> Iterator[str]:
-    if entered.traced:
-        calls = ", ".join(f"{mesh} {count}" for mesh, count in sorted(entered.traced.items()))
-        yield f"traces are in {entered.folder / 'profile'}, of so many calls: {calls}; see https://ui.perfetto.dev"
-    for mesh in entered.steps:
-        if mesh not in entered.seen:
-            yield f"no mesh is named '{mesh}'; there were {', '.join(sorted(entered.seen)) or 'none'}"
-        elif mesh not in entered.traced:
+def _outcome(run: _Profiling) -> Iterator[str]:
+    if run.traced:
+        calls = ", ".join(f"{mesh} {count}" for mesh, count in sorted(run.traced.items()))
+        yield f"traces are in {run.folder / 'profile'}, of so many calls: {calls}; see https://ui.perfetto.dev"
+    for mesh in run.steps:
+        if mesh not in run.seen:
+            yield f"no mesh is named '{mesh}'; there were {', '.join(sorted(run.seen)) or 'none'}"
+        elif mesh not in run.traced:
             yield f"mesh '{mesh}' had no call in these steps of the main loop"
 
 
 @contextmanager
-def untraced() -> Iterator[None]:
-    """Profile no call of the block: whoever only asks how far something is, in a thread beside the program.
+def without_profiling() -> Iterator[None]:
+    """Profile no call of the block, such as polls of progress in a background thread.
 
-    >>> with profiling(Path("run"), {"NRL_PROFILE": "trainer:0"}), untraced():
+    >>> with profiling(Path("run"), {"NRL_PROFILE": "trainer:0"}), without_profiling():
     ...     timeline.step(0)
     ...     print(trace_path("trainer", "save"))
     None
@@ -119,7 +119,7 @@ def untraced() -> Iterator[None]:
 
 
 def trace_path(mesh: str, name: str) -> str | None:
-    """Where to write the trace of a call that begins now, if it is to be profiled. Ask once a call, on the driver.
+    """Return the path for the trace of a call that begins now, if it is to be profiled. Once per call, on the driver.
 
     Args:
         mesh: its name.
@@ -140,7 +140,7 @@ def trace_path(mesh: str, name: str) -> str | None:
         return None
     run, step = _open[-1], timeline.current()
     run.seen.add(mesh)
-    if step is None or not any(step in each for each in run.steps.get(mesh, ())):
+    if step is None or not any(step in steps for steps in run.steps.get(mesh, ())):
         return None
     number = run.traced.get(mesh, 0)  # several calls of a step keep their order
     run.traced[mesh] = number + 1
@@ -172,7 +172,7 @@ def tracing(path: str | None, rank: int = 0) -> Iterator[None]:
 
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_available() else [])]
         if not is_available():
-            os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # to it, a machine without a GPU is an error
+            os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # For kineto, a machine without a GPU is an error.
         profiler = profile(activities=activities)
         try:
             with profiler:
@@ -184,7 +184,7 @@ def tracing(path: str | None, rank: int = 0) -> Iterator[None]:
 
 
 def _export(profiler: Any, path: Path) -> None:
-    """Write the trace, whole or not at all."""
+    """Write the full trace, or nothing."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -198,7 +198,7 @@ def _export(profiler: Any, path: Path) -> None:
 
 
 def nsight(mesh: str, environ: Mapping[str, str] = os.environ) -> list[str]:
-    """The command in front of a mesh's interpreter that lets Nsight Systems watch its processes.
+    """Return the command before a mesh's interpreter that lets Nsight Systems watch its processes.
 
     ``NRL_NSIGHT`` names meshes, with commas. Ray's own option ``nsight`` would start the ``python`` on the node's PATH,
     whatever ``py_executable`` is.

@@ -23,28 +23,28 @@ from nrl.log import redact
 
 __all__ = [
     "DRIVER",
-    "busy",
+    "are_calls_shown",
+    "busy_shares",
     "current",
+    "hide_calls",
     "record",
     "recording",
     "seconds_in_steps",
-    "shown",
+    "seconds_spent",
     "span",
-    "spent",
     "step",
     "stopwatch",
-    "unshown",
 ]
 
 DRIVER = "driver"
 """The name of the driver's own rows."""
 
-_DRIVER_NUMBER = 1  # of its process in a file
-_LIMIT = 64_000_000  # bytes of a file, which a browser opens at once
+_DRIVER_NUMBER = 1  # the number of its process in a file
+_LIMIT = 64_000_000  # bytes of a file that a browser opens at once
 _TAIL = 65_536  # bytes, more than any event has
-_ROWS = 64  # of a rank, at most; it has more than one where its calls overlap
+_ROWS = 64  # The most rows of a rank; it has more than one if its calls overlap.
 
-_open: list["_Recorder"] = []  # one for each run that is entered; the last one records
+_open: list["_Recorder"] = []  # Recorders of entered runs; the last one records.
 _step: int | None = None
 _spent: dict[str, float] = defaultdict(float)
 _shown: ContextVar[bool] = ContextVar("shown", default=True)
@@ -75,11 +75,11 @@ def record(mesh: str, rank: int, name: str, start: float, end: float, loop: str 
 
 
 @contextmanager
-def unshown() -> Iterator[None]:
-    """Record no call of the block by itself: whoever makes many small calls records them together.
+def hide_calls() -> Iterator[None]:
+    """Record no call of the block by itself: a caller of many small calls records them together.
 
-    >>> with unshown():
-    ...     shown()
+    >>> with hide_calls():
+    ...     are_calls_shown()
     False
     """
     token = _shown.set(False)
@@ -89,8 +89,8 @@ def unshown() -> Iterator[None]:
         _shown.reset(token)
 
 
-def shown() -> bool:
-    """Whether a call that begins now is recorded; see `unshown`."""
+def are_calls_shown() -> bool:
+    """Return whether a call that begins now is recorded; see `hide_calls`."""
     return _shown.get()
 
 
@@ -102,17 +102,17 @@ def span(name: str, loop: str | None = None) -> Iterator[None]:
         name: of the work.
         loop: of a loop's step, the name of the loop.
     """
-    recorder, (start, now) = _open[-1] if _open else None, stopwatch()
+    recorder, (start, clock) = _open[-1] if _open else None, stopwatch()
     try:
         yield
     finally:
-        end = now()
+        end = clock()
         _spent[name] += end - start
         if recorder is not None:  # it may be closed by now, where the block ends when it is collected
             recorder.add(DRIVER, 0, name, start, end, loop)
 
 
-def spent(name: str) -> float:
+def seconds_spent(name: str) -> float:
     """Seconds that this process has spent so far in spans of this name; overlapping ones all count."""
     return _spent[name]
 
@@ -165,8 +165,8 @@ def recording(folder: Path, limit: int = _LIMIT) -> Iterator[Path]:
         recorder.close()
 
 
-def busy(path: Path) -> dict[str, dict[str, float]]:
-    """For each loop, the share of its steps' time in which a mesh ran calls, as a mean over the mesh's ranks.
+def busy_shares(path: Path) -> dict[str, dict[str, float]]:
+    """Return, for each loop, the share of its steps' time in which a mesh ran calls, as a mean over the mesh's ranks.
 
     Args:
         path: a ``timeline.json``, complete or not.
@@ -179,39 +179,42 @@ def busy(path: Path) -> dict[str, dict[str, float]]:
     ...     record("trainer", 0, "train_step", 10.0, 13.0)
     ...     record("trainer", 1, "train_step", 10.0, 12.0)
     ...     record(DRIVER, 0, "train 0", 10.0, 20.0, loop="train")
-    >>> busy(path)
+    >>> busy_shares(path)
     {'train': {'trainer': 0.25}}
     """
     meshes: dict[int, str] = {}
     calls: dict[int, dict[int, list[tuple[int, int]]]] = {}
     steps: dict[str, list[tuple[int, int]]] = {}
-    for event in _events(path):
+    for event in _read_events(path):
         if event["ph"] == "M" and event["name"] == "process_name":
             meshes[event["pid"]] = event["args"]["name"]
         elif event["ph"] == "X" and event.keys() >= {"ts", "dur"}:
-            when = event["ts"], event["ts"] + event["dur"]
+            interval = event["ts"], event["ts"] + event["dur"]
             if "cat" in event:
-                steps.setdefault(event["cat"], []).append(when)
+                steps.setdefault(event["cat"], []).append(interval)
             else:
-                calls.setdefault(event["pid"], {}).setdefault(event["tid"] // _ROWS, []).append(when)
-    found: dict[str, dict[str, float]] = {}
+                calls.setdefault(event["pid"], {}).setdefault(event["tid"] // _ROWS, []).append(interval)
+    shares: dict[str, dict[str, float]] = {}
     for loop, times in steps.items():
-        total = _covered(times)
-        found[loop] = {
-            meshes[number]: sum(_covered(some) + total - _covered(some + times) for some in ranks.values())
+        total = _covered_length(times)
+        shares[loop] = {
+            meshes[number]: sum(
+                _covered_length(times_of_rank) + total - _covered_length(times_of_rank + times)
+                for times_of_rank in ranks.values()
+            )
             / (max(total, 1) * len(ranks))
             for number, ranks in sorted(calls.items())
             if meshes.get(number, DRIVER) != DRIVER
         }
-    return found
+    return shares
 
 
 def seconds_in_steps(path: Path, name: str) -> dict[str, dict[int, float]]:
-    """For each loop, the seconds that the driver's spans of a name took within each step.
+    """Return, for each loop, the seconds that the driver's spans of a name took within each step.
 
     Args:
         path: a ``timeline.json``, complete or not.
-        name: of the spans, such as ``"save"``.
+        name: the name of the spans, such as ``"save"``.
 
     Returns:
         By the loop's name and the step; steps without such a span are left out.
@@ -225,7 +228,7 @@ def seconds_in_steps(path: Path, name: str) -> dict[str, dict[int, float]]:
     """
     spans: list[tuple[int, int]] = []
     steps: list[tuple[int, int, str, int]] = []
-    for event in _events(path, b'"cat":', json.dumps(name).encode()):
+    for event in _read_events(path, b'"cat":', json.dumps(name).encode()):
         if event["ph"] == "X" and event.keys() >= {"ts", "dur"}:
             start, end = event["ts"], event["ts"] + event["dur"]
             _, _, number = str(event["name"]).rpartition(" ")
@@ -234,19 +237,19 @@ def seconds_in_steps(path: Path, name: str) -> dict[str, dict[int, float]]:
             elif event["name"] == name and event["pid"] == _DRIVER_NUMBER:
                 spans.append((start, end))
     steps.sort()
-    found: dict[str, dict[int, float]] = {}
+    by_loop: dict[str, dict[int, float]] = {}
     for start, end in spans:
-        place = bisect.bisect_right(steps, start, key=lambda step: step[0]) - 1
-        while place >= 0 and steps[place][1] < end:  # a step that has ended, within the one around both
-            place -= 1
-        if place >= 0:
-            seconds = found.setdefault(steps[place][2], {})
-            seconds[steps[place][3]] = seconds.get(steps[place][3], 0.0) + (end - start) / 1e6
-    return found
+        index = bisect.bisect_right(steps, start, key=lambda step: step[0]) - 1
+        while index >= 0 and steps[index][1] < end:  # a step that has ended, within the one around both
+            index -= 1
+        if index >= 0:
+            seconds = by_loop.setdefault(steps[index][2], {})
+            seconds[steps[index][3]] = seconds.get(steps[index][3], 0.0) + (end - start) / 1e6
+    return by_loop
 
 
-def _covered(times: Sequence[tuple[int, int]]) -> int:
-    """The length of the union of some intervals."""
+def _covered_length(times: Sequence[tuple[int, int]]) -> int:
+    """Return the length of the union of intervals."""
     total, until = 0, 0
     for start, end in sorted(times):
         total += max(end - max(start, until), 0)
@@ -254,8 +257,8 @@ def _covered(times: Sequence[tuple[int, int]]) -> int:
     return total
 
 
-def _events(path: Path, *parts: bytes) -> Iterator[dict[str, Any]]:
-    """The whole events of a file, whether it is complete or not; if parts are given, those with one of them."""
+def _read_events(path: Path, *parts: bytes) -> Iterator[dict[str, Any]]:
+    """Yield the complete events of a file, which may be cut off; with parts, only events that contain one of them."""
     with path.open("rb") as file:
         for line in file:
             if parts and not any(part in line for part in parts):
@@ -277,7 +280,7 @@ class _Recorder:
         self._file: int | None = None
         self._size = 0
         self._over = False
-        self._numbers = {DRIVER: _DRIVER_NUMBER}  # by mesh, those in the file included
+        self._numbers = {DRIVER: _DRIVER_NUMBER}  # Numbers by mesh, with meshes already in the file.
         self._described: set[str] = set()
         self._rows: dict[tuple[str, int], list[_Row]] = {}
 
@@ -290,9 +293,11 @@ class _Recorder:
                     self._begin()
                 first = round(start * 1e6)
                 last = max(round(end * 1e6), first)
-                place = self._place(mesh, rank, first, last)
+                row = self._place_event(mesh, rank, first, last)
                 category = {"cat": loop} if loop else {}
-                self._write({"ph": "X", "name": _clean(name)} | category | place | {"ts": first, "dur": last - first})
+                self._write(
+                    {"ph": "X", "name": _redact_name(name)} | category | row | {"ts": first, "dur": last - first}
+                )
                 if self._size >= self._limit:
                     self._mark(f"the timeline ends here: {self._limit:,} bytes", end)
                     self._over = True
@@ -318,23 +323,27 @@ class _Recorder:
 
     def _begin(self) -> None:
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        self._size = _whole(self._file)
+        self._size = _complete_length(self._file)
         os.ftruncate(self._file, self._size)
         if self._size:
-            for event in _events(self.path):
+            for event in _read_events(self.path):
                 if event["name"] == "process_name":
                     self._numbers[event["args"]["name"]] = event["pid"]
             self._mark("resumed", self._entered)
 
-    def _mark(self, name: str, when: float) -> None:
-        at = round(when * 1e6)
-        self._write({"ph": "i", "name": name, "s": "t"} | self._place(DRIVER, 0, at, at) | {"ts": at})
+    def _mark(self, name: str, time_of_day: float) -> None:
+        microseconds = round(time_of_day * 1e6)
+        self._write(
+            {"ph": "i", "name": name, "s": "t"}
+            | self._place_event(DRIVER, 0, microseconds, microseconds)
+            | {"ts": microseconds}
+        )
 
-    def _place(self, mesh: str, rank: int, start: int, end: int) -> dict[str, int]:
+    def _place_event(self, mesh: str, rank: int, start: int, end: int) -> dict[str, int]:
         number = self._mesh(mesh)
         rows = self._rows.setdefault((mesh, rank), [])
         index = next((index for index, row in enumerate(rows) if row.takes(start, end)), len(rows))
-        thread = (rank + 1) * _ROWS + min(index, _ROWS - 1)  # in the order in which viewers show them
+        thread = (rank + 1) * _ROWS + min(index, _ROWS - 1)  # Viewers show rows in this order.
         if index == len(rows):
             rows.append(_Row())
             called = "driver" if mesh == DRIVER else f"rank {rank}"
@@ -351,8 +360,8 @@ class _Recorder:
             self._describe("process_sort_index", number, 0, sort_index=number)
         return number
 
-    def _describe(self, what: str, mesh: int, thread: int, **args: str | int) -> None:
-        self._write({"ph": "M", "name": what, "pid": mesh, "tid": thread, "args": args})
+    def _describe(self, kind: str, mesh: int, thread: int, **args: str | int) -> None:
+        self._write({"ph": "M", "name": kind, "pid": mesh, "tid": thread, "args": args})
 
     def _write(self, event: Mapping[str, Any]) -> None:
         assert self._file is not None
@@ -364,8 +373,8 @@ class _Recorder:
 
 
 @functools.lru_cache(maxsize=4096)
-def _clean(name: str) -> str:
-    """The name without secrets. Names repeat, and looking for secrets takes 100 microseconds."""
+def _redact_name(name: str) -> str:
+    """Return the name without secrets. Names repeat, and looking for secrets takes 100 microseconds."""
     return redact(name)
 
 
@@ -394,8 +403,8 @@ class _Row:
         return slice(first, max(bisect.bisect_left(self._starts, end), first))
 
 
-def _whole(file: int) -> int:
-    """The bytes up to the end of the last whole event: a killed process may leave a part of one."""
+def _complete_length(file: int) -> int:
+    """Return the bytes up to the end of the last complete event: a killed process may leave a part of one."""
     size = os.fstat(file).st_size
     begin = max(size - _TAIL, 0)
     tail = os.pread(file, _TAIL, begin)

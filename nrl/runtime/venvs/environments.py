@@ -18,18 +18,18 @@ __all__ = [
     "DISTRIBUTION",
     "INVENTORY",
     "Recipe",
+    "current_platform",
     "default_folder",
-    "difference",
-    "here",
-    "hold",
-    "inventories",
-    "inventory_of",
-    "likeness",
+    "describe_difference",
+    "is_in_use",
+    "is_usable",
+    "list_inventories",
+    "list_sources",
+    "lock_env",
     "mark_used",
-    "package_of",
-    "sources",
-    "usable",
-    "used",
+    "measure_similarity",
+    "parse_package",
+    "read_inventory",
 ]
 
 DISTRIBUTION = "nrl-torch"
@@ -38,7 +38,7 @@ DISTRIBUTION = "nrl-torch"
 INVENTORY = "nrl-venv.json"
 """The file in an environment that lists its packages. It is written last, so an environment that has it is complete."""
 
-_held: list[int] = []  # open files; their locks end with this process
+_locks: list[int] = []  # open files; their locks end with this process
 
 
 @dataclass(frozen=True)
@@ -75,30 +75,30 @@ class Recipe:
     force: str = ""
 
 
-def here() -> str:
-    """The platform of this node, such as ``linux-x86_64``."""
+def current_platform() -> str:
+    """Return the platform of this node, such as ``linux-x86_64``."""
     return f"{sys.platform}-{platform.machine()}"
 
 
 def default_folder() -> Path:
-    """Where this node keeps environments: ``NRL_VENV_DIR``, else a folder in the user's cache."""
+    """Return the folder of this node's environments: ``NRL_VENV_DIR``, else a folder in the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(os.environ.get("NRL_VENV_DIR") or f"{cache}/nrl/venvs").expanduser().absolute()
 
 
-def sources(recipe: Recipe, python: Path) -> list[str]:
-    """The folders with the sources of a recipe, which go onto the path of its processes.
+def list_sources(recipe: Recipe, python: Path) -> list[str]:
+    """Return the folders with the sources of a recipe, which go onto the path of its processes.
 
-    >>> sources(Recipe("base-01", "base", sources={"nrl-torch-0.1.0-23": b""}), Path("/venvs/base-01/bin/python"))
+    >>> list_sources(Recipe("base-01", "base", sources={"nrl-torch-0.1.0-23": b""}), Path("/venvs/base-01/bin/python"))
     ['/venvs/.sources/nrl-torch-0.1.0-23']
     """
     return [str(python.parents[2] / ".sources" / name) for name in recipe.sources]
 
 
-def package_of(wheel: str) -> str:
-    """The normalised name of the package in a wheel's file name.
+def parse_package(wheel: str) -> str:
+    """Return the normalised name of the package in a wheel's file name.
 
-    >>> package_of("Tiny_Lib-1.0-py3-none-any.whl")
+    >>> parse_package("Tiny_Lib-1.0-py3-none-any.whl")
     'tiny-lib'
     """
     return wheel.split("-")[0].lower().replace("_", "-").replace(".", "-")
@@ -110,23 +110,23 @@ def mark_used(path: Path) -> None:
         os.utime(path)
 
 
-def usable(env: Path, force: str = "") -> bool:
-    """Whether an environment is complete, has its interpreter, and was built for this ``force``, if one is given."""
-    inventory = inventory_of(env)
+def is_usable(env: Path, force: str = "") -> bool:
+    """Return whether an environment is complete, has its interpreter, and was built for a given ``force``."""
+    inventory = read_inventory(env)
     return (
         inventory is not None and (env / "bin" / "python").exists() and (not force or inventory.get("force") == force)
     )
 
 
-def hold(env: Path) -> None:
-    """Let nobody replace or remove an environment until this process has ended; do nothing where there is none."""
+def lock_env(env: Path) -> None:
+    """Lock an environment against replacement and removal until this process ends; do nothing if it is missing."""
     with contextlib.suppress(OSError):  # also where the file system has no locks
-        _held.append(os.open(env / INVENTORY, os.O_RDONLY | os.O_CLOEXEC))
-        fcntl.flock(_held[-1], fcntl.LOCK_SH | fcntl.LOCK_NB)
+        _locks.append(os.open(env / INVENTORY, os.O_RDONLY | os.O_CLOEXEC))
+        fcntl.flock(_locks[-1], fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
-def used(env: Path) -> bool:
-    """Whether a process holds an environment: on this node, or on another one whose file system shares its locks."""
+def is_in_use(env: Path) -> bool:
+    """Return whether a process locks an environment, on this node or on one that shares the file system's locks."""
     try:
         file = os.open(env / INVENTORY, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -142,25 +142,25 @@ def used(env: Path) -> bool:
     return False
 
 
-def inventory_of(folder: Path) -> dict[str, Any] | None:
-    """The inventory of an environment, or of a source's folder; None: it is not complete, or was renamed."""
+def read_inventory(folder: Path) -> dict[str, Any] | None:
+    """Read the inventory of an environment, or of a source's folder; None: it is not complete, or was renamed."""
     try:
-        found = json.loads((folder / INVENTORY).read_text())
+        inventory = json.loads((folder / INVENTORY).read_text())
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and found.get("name") == folder.name else None
+    return inventory if isinstance(inventory, dict) and inventory.get("name") == folder.name else None
 
 
-def inventories(folder: Path) -> dict[Path, dict[str, Any]]:
-    """The usable environments of a folder with their inventories; none where there is no such folder."""
+def list_inventories(folder: Path) -> dict[Path, dict[str, Any]]:
+    """Return the usable environments of a folder with their inventories; empty if there is no such folder."""
     if not folder.is_dir():
         return {}
-    envs = [env for env in sorted(folder.iterdir()) if not env.name.startswith(".") and usable(env)]
-    return {env: found for env in envs if (found := inventory_of(env)) is not None}
+    envs = [env for env in sorted(folder.iterdir()) if not env.name.startswith(".") and is_usable(env)]
+    return {env: inventory for env in envs if (inventory := read_inventory(env)) is not None}
 
 
-def likeness(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> tuple[int, int, str]:
-    """How near an inventory is to another one: equal packages, then packages of one name, then when it was built.
+def measure_similarity(inventory: Mapping[str, Any], target: Mapping[str, Any]) -> tuple[int, int, str]:
+    """Measure the similarity of two inventories: equal packages, then packages of one name, then time of build.
 
     Without the second, which of two environments is near would be a matter of their names, where both have all packages
     but one, and one of them has that in another version.
@@ -168,23 +168,23 @@ def likeness(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> tuple[int, 
     >>> new = {"packages": {"numpy": "2.3", "cowsay": "6.1"}}
     >>> without = {"packages": {"numpy": "2.3"}, "built": "2026-11-22T08:09:49Z"}
     >>> older = {"packages": {"numpy": "2.3", "cowsay": "5.0"}, "built": "2026-11-21T08:09:49Z"}
-    >>> likeness(without, new), likeness(older, new)
+    >>> measure_similarity(without, new), measure_similarity(older, new)
     ((1, 1, '2026-11-22T08:09:49Z'), (1, 2, '2026-11-21T08:09:49Z'))
     """
-    there, packages = found["packages"], wanted["packages"]
-    equal = sum(there.get(name) == each for name, each in packages.items())
-    return equal, len(there.keys() & packages.keys()), str(found.get("built", ""))
+    packages_present, packages = inventory["packages"], target["packages"]
+    equal = sum(packages_present.get(name) == package for name, package in packages.items())
+    return equal, len(packages_present.keys() & packages.keys()), str(inventory.get("built", ""))
 
 
-def difference(old: Mapping[str, Any], new: Mapping[str, Any], most: int = 6) -> str:
-    """The differences between two inventories in words, the first ``most`` of them; empty if there are none.
+def describe_difference(old: Mapping[str, Any], new: Mapping[str, Any], limit: int = 6) -> str:
+    """Describe the first ``limit`` differences between two inventories; empty if there are none.
 
     >>> a = {"python": "3.12.1", "packages": {"numpy": {"version": "2.3.4", "source": "index", "digest": "a"}}}
     >>> b = {"python": "3.12.1", "packages": {"numpy": {"version": "2.3.5", "source": "index", "digest": "b"}}}
-    >>> difference(a, b)
+    >>> describe_difference(a, b)
     'numpy 2.3.4 -> 2.3.5'
     """
-    found = [
+    differences = [
         f"{key} {old.get(key)} -> {new.get(key)}" for key in ("python", "platform") if old.get(key) != new.get(key)
     ]
     before, after = old.get("packages", {}), new.get("packages", {})
@@ -192,10 +192,12 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any], most: int = 6) ->
     for name in sorted(changed, key=lambda name: (after.get(name, before.get(name))["source"] != "local", name)):
         a, b = before.get(name), after.get(name)
         if a is None or b is None:
-            found.append(f"{name} {b['version']} is added" if b else f"{name} {a['version']} is gone")
+            differences.append(f"{name} {b['version']} is added" if b else f"{name} {a['version']} is gone")
         elif a["version"] != b["version"]:
-            found.append(f"{name} {a['version']} -> {b['version']}")
+            differences.append(f"{name} {a['version']} -> {b['version']}")
         else:
-            found.append(f"the source of {name} {b['version']}" if b["source"] == "local" else f"the files of {name}")
-    more = len(found) - most
-    return ", ".join([*found[:most], *([f"and {more} more"] if more > 0 else [])])
+            differences.append(
+                f"the source of {name} {b['version']}" if b["source"] == "local" else f"the files of {name}"
+            )
+    num_hidden = len(differences) - limit
+    return ", ".join([*differences[:limit], *([f"and {num_hidden} more"] if num_hidden > 0 else [])])

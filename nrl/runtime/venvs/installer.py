@@ -1,4 +1,4 @@
-"""Runs uv and reports its progress; uv ends with the process that runs it."""
+"""Run uv and report its progress; uv ends with the process that runs it."""
 
 import contextlib
 import os
@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["EVERY", "failure", "find_uv", "uv"]
+__all__ = ["PROGRESS_SECONDS", "find_uv", "make_error", "run_uv"]
 
-EVERY = 15.0
+PROGRESS_SECONDS = 15.0
 """Seconds between two lines of progress."""
 
 _BOUND = """
@@ -25,13 +25,13 @@ os.execvp(sys.argv[1], sys.argv[1:])
 """
 
 
-def uv(
+def run_uv(
     arguments: Sequence[str],
     *,
     cwd: Path,
     until: float | None = None,
     say: Callable[[str], None] | None = None,
-    what: str = "uv",
+    purpose: str = "uv",
     settings: Mapping[str, str] | None = None,
     stdin: str | None = None,
 ) -> str:
@@ -42,7 +42,7 @@ def uv(
         cwd: the folder that it runs in.
         until: the monotonic time at which it is killed; None: half an hour from now.
         say: gets a line of progress now and then.
-        what: names the purpose at the beginning of messages.
+        purpose: names the purpose at the beginning of messages.
         settings: environment variables, for those that have no value yet.
         stdin: its input.
 
@@ -51,9 +51,9 @@ def uv(
         DeadlineExceeded: it was killed. (TimeoutError on a node without nrl.)
     """
     # Without variables of another environment: uv would act on that, or its packages would hide the new ones
-    strange = {"VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH", "PYTHONHOME", "UV_PROJECT_ENVIRONMENT", "UV_PYTHON"}
-    strange |= {"UV_FROZEN", "UV_LOCKED"}  # not beside the options
-    variables = {key: value for key, value in os.environ.items() if key not in strange}
+    ignored = {"VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH", "PYTHONHOME", "UV_PROJECT_ENVIRONMENT", "UV_PYTHON"}
+    ignored |= {"UV_FROZEN", "UV_LOCKED"}  # not beside the options
+    variables = {key: value for key, value in os.environ.items() if key not in ignored}
     variables = {**(settings or {}), **variables, "NO_COLOR": "1", "UV_NO_PROGRESS": "1"}
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err, tempfile.TemporaryFile("w+") as inp:
         inp.write(stdin or "")
@@ -65,30 +65,30 @@ def uv(
         until = started + 1800.0 if until is None else until
         try:
             while process.poll() is None:
-                left = min(EVERY, until - time.monotonic())
-                if left <= 0:
-                    raise failure(
-                        f"{what}: `uv {' '.join(arguments[:2])}` was ended, because the time for it is over; its last "
-                        f"lines:\n{_last_lines(err)}",
+                remaining = min(PROGRESS_SECONDS, until - time.monotonic())
+                if remaining <= 0:
+                    raise make_error(
+                        f"{purpose}: `uv {' '.join(arguments[:2])}` was ended, because the time for it is over; its "
+                        f"last lines:\n{_last_lines(err)}",
                         late=True,
                     )
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(left)
-                if process.returncode is None and say is not None and time.monotonic() - started > EVERY - 1:
+                    process.wait(remaining)
+                if process.returncode is None and say is not None and time.monotonic() - started > PROGRESS_SECONDS - 1:
                     last = _last_lines(err, 1).strip()
-                    say(f"{what}: {time.monotonic() - started:.0f} s so far" + (f" ({last})" if last else ""))
+                    say(f"{purpose}: {time.monotonic() - started:.0f} s so far" + (f" ({last})" if last else ""))
         finally:
             if process.poll() is None:
                 process.kill()
                 process.wait()
         if process.returncode:
-            raise failure(f"{what}: `uv {' '.join(arguments[:2])}` fails; its last lines:\n{_last_lines(err)}")
+            raise make_error(f"{purpose}: `uv {' '.join(arguments[:2])}` fails; its last lines:\n{_last_lines(err)}")
         out.seek(0)
         return out.read()
 
 
 def find_uv() -> list[str]:
-    """The words of a command that runs uv.
+    """Find a command that runs uv.
 
     Raises:
         ExecutableError: there is none. (RuntimeError on a node without nrl.)
@@ -105,7 +105,7 @@ def find_uv() -> list[str]:
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             if subprocess.run([*command, "--version"], capture_output=True, timeout=60).returncode == 0:
                 return command
-    raise failure(
+    raise make_error(
         f"uv: none that runs on node {socket.gethostname()}: not the package of {sys.executable}, none on PATH; "
         "install it there with `python -m pip install uv`"
     )
@@ -117,8 +117,8 @@ def _last_lines(file: Any, count: int = 15) -> str:
     return "\n".join(lines[-count:])
 
 
-def failure(message: str, late: bool = False) -> Exception:
-    """An `ExecutableError`, or `DeadlineExceeded` if ``late``; where there is no nrl, the nearest built-in error."""
+def make_error(message: str, late: bool = False) -> Exception:
+    """Make an `ExecutableError`, or `DeadlineExceeded` if ``late``; without nrl, the nearest built-in error."""
     try:
         from nrl.errors import DeadlineExceeded, ExecutableError
     except ImportError:

@@ -1,8 +1,8 @@
-"""Whether an interpreter can run a process of a mesh."""
+"""Check of an interpreter for processes of a mesh."""
 
 import subprocess
 
-__all__ = ["fault"]
+__all__ = ["check_interpreter"]
 
 _PATIENCE = 120.0  # seconds for an interpreter to start, on slow disks, too
 _LOOK = """
@@ -14,8 +14,10 @@ print(*sys.version_info[:2], *map(importlib.metadata.version, ("ray", "torch")))
 """
 
 
-def fault(python: str, version: tuple[int, int], ray: str, torch: str | None = None, deadline: float = 60.0) -> str:
-    """Why an interpreter cannot run a process of a mesh; empty if no reason was found.
+def check_interpreter(
+    python: str, version: tuple[int, int], ray: str, torch: str | None = None, deadline: float = 60.0
+) -> str:
+    """Return why an interpreter cannot run a process of a mesh; empty if no reason was found.
 
     Where an interpreter ends at once, Ray starts it again and again, and says nothing. Importing torch here would
     double the time in which a mesh starts, so this only looks whether ray and torch can be found. A process that starts
@@ -29,7 +31,7 @@ def fault(python: str, version: tuple[int, int], ray: str, torch: str | None = N
         deadline: seconds for the answer.
 
     >>> import sys
-    >>> fault("/nowhere/python", sys.version_info[:2], "2.60.0")
+    >>> check_interpreter("/nowhere/python", sys.version_info[:2], "2.60.0")
     'it cannot be started: No such file or directory'
     """
     try:
@@ -45,9 +47,9 @@ def fault(python: str, version: tuple[int, int], ray: str, torch: str | None = N
         if wrote.startswith("it cannot import"):
             return wrote
         return f"it ended with exit code {run.returncode}" + (f" and wrote: {wrote}" if wrote else "")
-    found = run.stdout.split()[-4:]
-    if found[:2] != [str(part) for part in version]:
-        return f"it is Python {'.'.join(found[:2])}, and the driver Python {'.'.join(map(str, version))}"
-    if found[2] != ray:
-        return f"it has Ray {found[2]}, and the driver Ray {ray}"
-    return "" if torch in (None, found[3]) else f"it has torch {found[3]}, and the driver torch {torch}"
+    versions = run.stdout.split()[-4:]
+    if versions[:2] != [str(part) for part in version]:
+        return f"it is Python {'.'.join(versions[:2])}, and the driver Python {'.'.join(map(str, version))}"
+    if versions[2] != ray:
+        return f"it has Ray {versions[2]}, and the driver Ray {ray}"
+    return "" if torch in (None, versions[3]) else f"it has torch {versions[3]}, and the driver torch {torch}"

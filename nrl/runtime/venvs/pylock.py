@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name, parse_wheel_filename
 
 from nrl.runtime.venvs.registry import Executable
 
-__all__ = ["Pin", "environment_of", "pins_of", "python_of"]
+__all__ = ["Pin", "choose_python", "marker_environment", "parse_pins"]
 
 _TAGS = frozenset(sys_tags())
 
@@ -33,27 +33,31 @@ class Pin(NamedTuple):
     path: Path | None = None
 
 
-def python_of(executable: Executable) -> str:
-    """The Python version of an executable: the driver's, if the executable admits it.
+def choose_python(executable: Executable) -> str:
+    """Choose the Python version of an executable: the driver's, if the executable admits it.
 
-    >>> python_of(Executable("mine", python="2.7")), python_of(Executable("mine")) == platform.python_version()
+    >>> choose_python(Executable("mine", python="2.7")), choose_python(Executable("mine")) == platform.python_version()
     ('2.7', True)
     """
-    own, asked = platform.python_version(), executable.python
-    return own if asked is None or own == asked or own.startswith(f"{asked}.") else asked
+    driver_version, version_asked = platform.python_version(), executable.python
+    return (
+        driver_version
+        if version_asked is None or driver_version == version_asked or driver_version.startswith(f"{version_asked}.")
+        else version_asked
+    )
 
 
-def environment_of(executable: Executable) -> Environment:
-    """The environment for markers: this platform, with the executable's Python."""
+def marker_environment(executable: Executable) -> Environment:
+    """Return the environment for markers: this platform, with the executable's Python."""
     environment = default_environment()
-    if (python := python_of(executable)) != platform.python_version():
+    if (python := choose_python(executable)) != platform.python_version():
         parts = (*python.split("."), "0", "0")[:3]
         environment["python_version"], environment["python_full_version"] = ".".join(parts[:2]), ".".join(parts)
     return environment
 
 
-def pins_of(text: str, base: Path, environment: Environment) -> dict[str, Pin]:
-    """The packages of a lock by name.
+def parse_pins(text: str, base: Path, environment: Environment) -> dict[str, Pin]:
+    """Parse the packages of a lock, by name.
 
     Args:
         text: the pylock.toml.
@@ -61,18 +65,18 @@ def pins_of(text: str, base: Path, environment: Environment) -> dict[str, Pin]:
         environment: for its markers.
 
     >>> text = '[[packages]]\\nname = "Tiny"\\nversion = "1.0"\\ndirectory = { path = "lib" }'
-    >>> pins_of(text, Path("/nowhere"), environment_of(Executable("mine")))["tiny"].path
+    >>> parse_pins(text, Path("/nowhere"), marker_environment(Executable("mine")))["tiny"].path
     PosixPath('/nowhere/lib')
     """
     pins = {}
     for package in tomllib.loads(text).get("packages", []):
         if "marker" not in package or Marker(package["marker"]).evaluate(environment, context="lock_file"):  # type: ignore[arg-type]
-            pin = _pin(package, base)
+            pin = _parse_pin(package, base)
             pins[pin.name] = pin
     return pins
 
 
-def _pin(package: Mapping[str, Any], base: Path) -> Pin:
+def _parse_pin(package: Mapping[str, Any], base: Path) -> Pin:
     name, number = canonicalize_name(package["name"]), package.get("version", "")
     if "directory" in package:
         return Pin(
@@ -82,9 +86,9 @@ def _pin(package: Mapping[str, Any], base: Path) -> Pin:
         )
     if "vcs" in package:
         vcs = package["vcs"]
-        where = vcs.get("url") or (base / vcs["path"]).resolve().as_uri()
+        location = vcs.get("url") or (base / vcs["path"]).resolve().as_uri()
         part = f"#subdirectory={vcs['subdirectory']}" if "subdirectory" in vcs else ""
-        return Pin(name, vcs["commit-id"], f"{name} @ {vcs['type']}+{where}@{vcs['commit-id']}{part}")
+        return Pin(name, vcs["commit-id"], f"{name} @ {vcs['type']}+{location}@{vcs['commit-id']}{part}")
     if "archive" in package:
         archive = package["archive"]
         if "path" in archive:
@@ -93,11 +97,11 @@ def _pin(package: Mapping[str, Any], base: Path) -> Pin:
     wheels = package.get("wheels", [])
     sources = [package["sdist"]] if "sdist" in package else []
     # A node may install any of the files, but a change in those of other platforms is no reason for another name
-    here = [wheel for wheel in wheels if not _TAGS.isdisjoint(parse_wheel_filename(_file_name(wheel))[3])]
+    installable = [wheel for wheel in wheels if not _TAGS.isdisjoint(parse_wheel_filename(_file_name(wheel))[3])]
     line = " ".join([f"{name}=={number}", *_hashes([*wheels, *sources])])
     index = str(package.get("index", "")).rstrip("/")
     default = index in ("", "https://pypi.org/simple")  # whatever index stands in for PyPI here serves it
-    return Pin(name, number, line, " ".join(_hashes(here or sources or wheels)), None if default else index)
+    return Pin(name, number, line, " ".join(_hashes(installable or sources or wheels)), None if default else index)
 
 
 def _hashes(files: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -17,21 +17,21 @@ from pathlib import Path
 from typing import Any
 
 from nrl.errors import ExecutableError
-from nrl.runtime.venvs.environments import DISTRIBUTION, Recipe, default_folder, here
-from nrl.runtime.venvs.locks import locked, project, rebuild_forced, settings
-from nrl.runtime.venvs.pylock import python_of
+from nrl.runtime.venvs.environments import DISTRIBUTION, Recipe, current_platform, default_folder
+from nrl.runtime.venvs.locks import find_project, is_rebuild_forced, select_pins, uv_settings
+from nrl.runtime.venvs.pylock import choose_python
 from nrl.runtime.venvs.registry import Executable, executable
-from nrl.runtime.venvs.wheels import build, content_digest, repack
+from nrl.runtime.venvs.wheels import build_wheel, content_digest, repack
 
-__all__ = ["recipe"]
+__all__ = ["make_recipe"]
 
 _THIS_PROCESS = uuid.uuid4().hex
 
 
-def recipe(
+def make_recipe(
     name: str | Executable, *, folder: str | Path | None = None, say: Callable[[str], None] | None = None
 ) -> Recipe:
-    """All that a node needs to build the environment of an executable.
+    """Make the recipe from which a node builds the environment of an executable.
 
     Args:
         name: the executable, or its name.
@@ -46,30 +46,30 @@ def recipe(
         PlacementError: no executable has this name.
         ExecutableError: the lock cannot be read, or a wheel cannot be built; the message says why.
     """
-    wanted = executable(name)
-    if wanted.name == "system":
-        if wanted.extras or wanted.groups or wanted.requirements or wanted.python:
+    chosen = executable(name)
+    if chosen.name == "system":
+        if chosen.extras or chosen.groups or chosen.requirements or chosen.python:
             raise ExecutableError(
                 "recipe: 'system' is the driver's own interpreter, to which nothing is added; give the executable with "
                 "extras, groups, requirements or python another name"
             )
         return Recipe("system", "system", interpreter=sys.executable)
-    place = Path(folder).expanduser().absolute() if folder is not None else default_folder()
-    of = project()
+    folder_used = Path(folder).expanduser().absolute() if folder is not None else default_folder()
+    lock_project = find_project()
     try:
-        pins = locked(wanted, of, place / ".resolved", say)
-        wheels = [build(pin.path, place / ".wheels", say) for pin in pins.values() if pin.path is not None]
+        pins = select_pins(chosen, lock_project, folder_used / ".resolved", say)
+        wheels = [build_wheel(pin.path, folder_used / ".wheels", say) for pin in pins.values() if pin.path is not None]
     except PermissionError as error:
         raise ExecutableError(
-            f"recipe: {place} cannot be written ({error}); set NRL_VENV_DIR to a folder that you can write"
+            f"recipe: {folder_used} cannot be written ({error}); set NRL_VENV_DIR to a folder that you can write"
         ) from error
     if DISTRIBUTION not in pins:
-        wheels.append(repack(_installed()))
+        wheels.append(repack(_find_distribution()))
     packages: dict[str, dict[str, str]] = {}
     for pin in pins.values():
         if pin.path is None:
             source = "index" if pin.line.startswith(f"{pin.name}==") else "url"
-            packages[pin.name] = {"version": pin.version, "source": source, "digest": _digest(pin.digest or pin.line)}
+            packages[pin.name] = {"version": pin.version, "source": source, "digest": _hash(pin.digest or pin.line)}
     installed: dict[str, bytes] = {}
     sources: dict[str, bytes] = {}
     for wheel in wheels:
@@ -79,11 +79,11 @@ def recipe(
         else:
             installed[wheel.name] = wheel.content
             packages[wheel.package] = {"version": wheel.version, "source": "local", "digest": digest}
-    inventory: dict[str, Any] = {"format": 1, "python": python_of(wanted), "platform": here()}
+    inventory: dict[str, Any] = {"format": 1, "python": choose_python(chosen), "platform": current_platform()}
     inventory["packages"] = dict(sorted(packages.items()))
     return Recipe(
-        name=f"{wanted.name}-{_digest(json.dumps(inventory, sort_keys=True))[:12]}",
-        executable=wanted.name,
+        name=f"{chosen.name}-{_hash(json.dumps(inventory, sort_keys=True))[:12]}",
+        executable=chosen.name,
         python=inventory["python"],
         platform=inventory["platform"],
         requirements=tuple(sorted(pin.line for pin in pins.values() if pin.line)),
@@ -91,12 +91,12 @@ def recipe(
         sources=dict(sorted(sources.items())),
         indexes=tuple(sorted({pin.origin for pin in pins.values() if pin.origin is not None})),
         inventory=inventory,
-        settings=settings(),
-        force=_THIS_PROCESS if rebuild_forced() else "",
+        settings=uv_settings(),
+        force=_THIS_PROCESS if is_rebuild_forced() else "",
     )
 
 
-def _installed() -> Distribution:
+def _find_distribution() -> Distribution:
     try:
         return Distribution.from_name(DISTRIBUTION)
     except PackageNotFoundError:
@@ -106,5 +106,5 @@ def _installed() -> Distribution:
         ) from None
 
 
-def _digest(text: str) -> str:
+def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]

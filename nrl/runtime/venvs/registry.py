@@ -22,14 +22,14 @@ def _names(value: Iterable[str]) -> tuple[str, ...]:
 
 
 def _text_values(value: Mapping[str, str]) -> dict[str, str]:
-    wrong = [key for key, each in value.items() if not isinstance(each, str)]
+    wrong = [key for key, item in value.items() if not isinstance(item, str)]
     if wrong:
         raise TypeError(f"Executable: env[{wrong[0]!r}] is {value[wrong[0]]!r}; environment variables are text")
     return dict(value)
 
 
 def _names_alone(env: Mapping[str, str]) -> str:
-    """The names without the values, which may be secrets: errors and logs show an executable."""
+    """Show names without values, which may be secrets: errors and logs show an executable."""
     return f"{{{', '.join(f'{name!r}: ...' for name in env)}}}"
 
 
@@ -70,8 +70,8 @@ class Executable:
 
 
 EXECUTABLES: dict[str, Executable] = {
-    each.name: each
-    for each in (
+    item.name: item
+    for item in (
         Executable("system"),
         Executable("base", package="transformers"),
         Executable("vllm", extras=["vllm"], package="vllm"),
@@ -103,12 +103,12 @@ def register(executable: Executable) -> Executable:
     >>> EXECUTABLES.pop("judge") == judge
     True
     """
-    taken = EXECUTABLES.setdefault(executable.name, executable)
-    if taken != executable:
+    existing = EXECUTABLES.setdefault(executable.name, executable)
+    if existing != executable:
         differing = ", ".join(
             f"{field.name}={shown(old)}, not {shown(new)}"
             for field in attrs.fields(Executable)
-            if (old := getattr(taken, field.name)) != (new := getattr(executable, field.name))
+            if (old := getattr(existing, field.name)) != (new := getattr(executable, field.name))
             for shown in [_names_alone if field.name == "env" else repr]
         )
         raise PlacementError(
@@ -143,19 +143,19 @@ def check_importable(name: str | Executable) -> None:
     Raises:
         PlacementError: no executable has this name, or its package is not installed here.
     """
-    wanted = executable(name)
-    if wanted.package is not None and importlib.util.find_spec(wanted.package) is None:
-        flags = "".join(f" --extra {extra}" for extra in wanted.extras)
+    chosen = executable(name)
+    if chosen.package is not None and importlib.util.find_spec(chosen.package) is None:
+        flags = "".join(f" --extra {extra}" for extra in chosen.extras)
         install = (
-            f"`uv sync{flags}`" if flags else f"`uv pip install {' '.join(wanted.requirements or [wanted.package])}`"
+            f"`uv sync{flags}`" if flags else f"`uv pip install {' '.join(chosen.requirements or [chosen.package])}`"
         )
         raise PlacementError(
-            f"mesh: executable '{wanted.name}' needs the package '{wanted.package}', which this process cannot import, "
+            f"mesh: executable '{chosen.name}' needs the package '{chosen.package}', which this process cannot import, "
             f"and the local cluster runs everything in this process; install it with {install}"
         )
 
 
-def check_has(who: str, name: str | Executable, package: str) -> None:
+def check_has(caller: str, name: str | Executable, package: str) -> None:
     """Check that the program's own interpreter has a package, where that is the executable.
 
     Raises:
@@ -163,6 +163,6 @@ def check_has(who: str, name: str | Executable, package: str) -> None:
     """
     if executable(name).name == "system" and importlib.util.find_spec(package) is None:
         raise PlacementError(
-            f"{who}: the executable 'system' is this program's own interpreter, which has no {package}; install it, or "
-            "leave executable out"
+            f"{caller}: the executable 'system' is this program's own interpreter, which has no {package}; install it, "
+            "or leave executable out"
         )

@@ -1,4 +1,4 @@
-"""Building wheels that no index has: nrl itself, a user's project, and the folders that it depends on."""
+"""Build wheels that no index has: nrl itself, a user's project, and the folders that it depends on."""
 
 import base64
 import contextlib
@@ -19,10 +19,10 @@ from pathlib import Path, PurePosixPath
 import attrs
 
 from nrl.errors import ExecutableError
-from nrl.runtime.venvs.environments import DISTRIBUTION, here, mark_used, package_of
-from nrl.runtime.venvs.installer import uv
+from nrl.runtime.venvs.environments import DISTRIBUTION, current_platform, mark_used, parse_package
+from nrl.runtime.venvs.installer import run_uv
 
-__all__ = ["Wheel", "build", "content_digest", "repack"]
+__all__ = ["Wheel", "build_wheel", "content_digest", "repack"]
 
 
 @attrs.frozen
@@ -34,8 +34,8 @@ class Wheel:
 
     @property
     def package(self) -> str:
-        """The package's normalised name."""
-        return package_of(self.name)
+        """Normalised name of the package."""
+        return parse_package(self.name)
 
     @property
     def version(self) -> str:
@@ -43,13 +43,13 @@ class Wheel:
         return self.name.split("-")[1]
 
     def works_anywhere(self) -> bool:
-        """Whether its files need no installation: Python alone, and nothing for other places of an environment."""
+        """Return whether the files need no installation: Python code alone, without scripts or data."""
         with zipfile.ZipFile(io.BytesIO(self.content)) as archive:
             elsewhere = [name for name in archive.namelist() if ".data/" in name or name.endswith(".pth")]
         return self.name.endswith("-none-any.whl") and not elsewhere
 
 
-def build(path: Path, cache: Path, say: Callable[[str], None] | None = None) -> Wheel:
+def build_wheel(path: Path, cache: Path, say: Callable[[str], None] | None = None) -> Wheel:
     """Build the wheel of a folder or of a source archive; the wheel of an unchanged folder comes from the cache.
 
     Args:
@@ -69,26 +69,26 @@ def build(path: Path, cache: Path, say: Callable[[str], None] | None = None) -> 
             return repack(Distribution.from_name(DISTRIBUTION), path / "nrl")
     # On a node nrl's own wheel needs no locks; with them, any change of the lock would change the wheel
     hooks = {"HATCH_BUILD_NO_HOOKS": "true"} if (path / "nrl" / "runtime" / "__init__.py").is_file() else {}
-    key = hashlib.sha256(f"{_tree_digest(path)} {sys.version} {here()} {hooks}".encode()).hexdigest()[:16]
-    kept = cache / key
+    key = hashlib.sha256(f"{_tree_digest(path)} {sys.version} {current_platform()} {hooks}".encode()).hexdigest()[:16]
+    cached = cache / key
     with contextlib.suppress(OSError, zipfile.BadZipFile):  # not there, not whole, or somebody removes it
-        return _wheel_in(kept)
+        return _wheel_in(cached)
     cache.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=".building.", dir=cache))
     try:
         arguments = ["build", "--quiet", "--wheel", f"--python={sys.executable}", f"--out-dir={scratch}", str(path)]
-        uv(arguments, cwd=cache, what=f"recipe: the wheel of {path}", settings=hooks, say=say)
+        run_uv(arguments, cwd=cache, purpose=f"recipe: the wheel of {path}", settings=hooks, say=say)
         wheel = _wheel_in(scratch)
-        shutil.rmtree(kept, ignore_errors=True)
+        shutil.rmtree(cached, ignore_errors=True)
         with contextlib.suppress(OSError):  # another process was faster
-            scratch.rename(kept)
+            scratch.rename(cached)
         return wheel
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _wheel_in(folder: Path) -> Wheel:
-    """The wheel in a folder; raises unless it is there and whole."""
+    """Read the wheel in a folder; raise unless it is complete."""
     file = next(folder.glob("*.whl"), folder / "wheel")
     content = file.read_bytes()
     with zipfile.ZipFile(io.BytesIO(content)):  # its directory is at the end
@@ -98,7 +98,7 @@ def _wheel_in(folder: Path) -> Wheel:
 
 
 def _tree_digest(path: Path) -> str:
-    """A digest of the files that a wheel could be built from: those that git does not ignore; without git, all."""
+    """Compute a digest of the files that a wheel is built from: files that git does not ignore; without git, all."""
     digest = hashlib.sha256()
     for file in sorted(_files(path)):
         inside = file.relative_to(path) if path.is_dir() else file.name
@@ -128,13 +128,15 @@ def _files(path: Path) -> Iterator[Path]:
     skipped = {"__pycache__", "build", "dist", "node_modules", "venv"}
     for folder, names, files in os.walk(path):
         names[:] = [
-            each for each in names if each not in skipped and not each.startswith(".") and ".egg-info" not in each
+            folder_name
+            for folder_name in names
+            if folder_name not in skipped and not folder_name.startswith(".") and ".egg-info" not in folder_name
         ]
         yield from (Path(folder) / file for file in files if not file.endswith(".pyc"))
 
 
 def content_digest(wheel: Wheel) -> str:
-    """A digest of the files that a wheel installs; dates and most metadata do not change it."""
+    """Compute a digest of the files that a wheel installs; dates and most metadata do not change it."""
     digest = hashlib.sha256()
     with zipfile.ZipFile(io.BytesIO(wheel.content)) as archive:
         for name in sorted(archive.namelist()):
@@ -166,7 +168,9 @@ def repack(distribution: Distribution, modules: Path | None = None) -> Wheel:
         if row and not (file := PurePosixPath(row[0])).is_absolute() and not {"..", "pylocks"} & {*file.parts}
     ]
     left_out = ("RECORD", "INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.json", "uv_build.json")
-    scripts = {PurePosixPath("bin", each.name) for each in distribution.entry_points}  # `--target` has them; made anew
+    scripts = {
+        PurePosixPath("bin", entry.name) for entry in distribution.entry_points
+    }  # `--target` has them; made anew
     files = [
         file
         for file in files
@@ -175,12 +179,12 @@ def repack(distribution: Distribution, modules: Path | None = None) -> Wheel:
         and not (file.parts[0].endswith(".dist-info") and file.name in left_out)
     ]
     info = next((file.parts[0] for file in files if file.parts[0].endswith(".dist-info")), None)
-    gone = [str(file) for file in files if not Path(str(distribution.locate_file(file))).is_file()]
-    if info is None or gone:
+    missing = [str(file) for file in files if not Path(str(distribution.locate_file(file))).is_file()]
+    if info is None or missing:
         origin = json.loads(distribution.read_text("direct_url.json") or "{}").get("url", "its index")
         raise ExecutableError(
             f"recipe: the installed package {name} cannot be sent to other nodes, because "
-            + (f"its file {gone[0]} is gone" if gone else "its record lists no files")
+            + (f"its file {missing[0]} is gone" if missing else "its record lists no files")
             + f"; install it again with `uv pip install --reinstall`, from {origin}"
         )
     tag = next(
@@ -193,7 +197,7 @@ def repack(distribution: Distribution, modules: Path | None = None) -> Wheel:
     )
     contents = {str(file): Path(str(distribution.locate_file(file))).read_bytes() for file in files}
     if modules is not None:
-        contents = {each: content for each, content in contents.items() if each.startswith(info)}  # no .pth
+        contents = {entry: content for entry, content in contents.items() if entry.startswith(info)}  # no .pth
         sources = [file for file in _files(modules) if file.suffix != ".pyc"]
         contents |= {file.relative_to(modules.parent).as_posix(): file.read_bytes() for file in sources}
     buffer, record = io.BytesIO(), []
@@ -202,9 +206,9 @@ def repack(distribution: Distribution, modules: Path | None = None) -> Wheel:
         def add(inside: str, content: bytes) -> None:
             archive.writestr(zipfile.ZipInfo(inside, (1980, 1, 1, 0, 0, 0)), content)
 
-        for each, content in sorted(contents.items()):
+        for entry, content in sorted(contents.items()):
             hashed = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
-            record.append(f"{each},sha256={hashed},{len(content)}\n")
-            add(each, content)
+            record.append(f"{entry},sha256={hashed},{len(content)}\n")
+            add(entry, content)
         add(f"{info}/RECORD", "".join([*record, f"{info}/RECORD,,\n"]).encode())
     return Wheel(f"{info.removesuffix('.dist-info')}-{tag}.whl", buffer.getvalue())

@@ -19,7 +19,7 @@ from nrl.algos import sft_loss
 from nrl.backends import Model, Sampling, adamw, fsdp, hf
 from nrl.backends.models import loading, lora, weight_layout
 from nrl.backends.models.named_weights import named_tensors
-from nrl.backends.models.shards import whole as whole_piece
+from nrl.backends.models.shards import full_shard as whole_piece
 from nrl.backends.training.loss.loss_terms import global_weights
 from nrl.batch import Batch
 from nrl.errors import ModelError
@@ -115,7 +115,9 @@ def test_weights_go_in_and_out_of_several_processes(
     module = loading.build(Model(str(tmp_path / "more")))  # transformers reads it
     own = dict(named_tensors(module))
     assert own.keys() != written.keys()
-    cut = weight_layout.cut((whole_piece(name, x) for name, x in own.items()), weight_layout.parts(module))
+    cut = weight_layout.split_for_files(
+        (whole_piece(name, x) for name, x in own.items()), weight_layout.find_parts(module)
+    )
     assert_equal({piece.name: piece.tensor for piece in cut}, written)
 
 

@@ -18,7 +18,7 @@ from nrl.backends import Model, adamw
 from nrl.backends.fsdp import sharding
 from nrl.backends.fsdp.torch_engine import TorchEngine
 from nrl.backends.models import lazy_weights, loading, lora, named_weights, weight_layout
-from nrl.backends.training.weight_stream import whole_weights
+from nrl.backends.training.weight_stream import iter_full_weights
 from nrl.batch.packed_rows import Rectangles
 from nrl.errors import ModelError
 from tests.backends.fsdp.test_torch_engine import CONFIGS, OTHERS, QWEN3
@@ -65,7 +65,7 @@ def everything(mesh: DeviceMesh | None, model: Model) -> dict[str, Tensor]:
 
 
 def whole(made: TorchEngine, params: Any) -> dict[str, Tensor]:
-    return {name: x.clone() for name, x in whole_weights(made.pieces(params), "test", made._peers.group)}
+    return {name: x.clone() for name, x in iter_full_weights(made.pieces(params), "test", made._peers.group)}
 
 
 def never(*args: Any, **options: Any) -> Any:
@@ -75,7 +75,7 @@ def never(*args: Any, **options: Any) -> Any:
 def without_building(mesh: DeviceMesh | None, model: Model) -> dict[str, Tensor]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "build", never)
-        patch.setattr(sharding, "scattered", never)
+        patch.setattr(sharding, "scatter", never)
         return everything(mesh, model)
 
 
@@ -89,7 +89,7 @@ def three() -> Iterator[Processes]:
 def expected(model: Model, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """As transformers makes it in one piece."""
     module = lora.build(model, dtype=dtype)
-    found = {piece.name: piece.tensor for piece in lora.merged(module)}
+    found = {piece.name: piece.tensor for piece in lora.merge_weights(module)}
     return found | {f"buffer {name}": buffer for name, buffer in module.named_buffers()}
 
 
@@ -100,10 +100,10 @@ def assert_same(found: Mapping[str, Tensor], model: Model) -> None:
     assert all(torch.equal(found[name], wanted[name]) for name in buffers)
     module = lora.unwrap(lora.build(model, dtype=torch.float32))
     own = dict(named_weights.named_tensors(module)) | {n: x for n, x in wanted.items() if n not in buffers}
-    parts = sharding.parts(module)
+    parts = sharding.find_parts(module)
     for name, tensor in own.items():
         for part in parts[name]:
-            there = weight_layout._turned(tensor[part.block], part)
+            there = weight_layout._permute_block(tensor[part.block], part)
             assert torch.equal(found[part.name], there), part.name
 
 
@@ -127,12 +127,12 @@ def test_what_is_drawn_when_it_is_read_is_what_a_whole_model_draws(name: str, dt
     model = Model((CONFIGS | OTHERS)[name], seed=3)
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    found, module = lazy_weights.unread(model, dtype=dtype), loading.build(model, dtype=dtype)
+    found, module = lazy_weights.build_lazy(model, dtype=dtype), loading.build(model, dtype=dtype)
     assert found is not None
     own = named_weights.weights(found.module)
     assert any(tensor.is_meta for tensor in own.values())
     for each, tensor in named_weights.weights(module).items():
-        assert torch.equal(found.read(each) if own[each].is_meta else own[each], tensor), each
+        assert torch.equal(found.load(each) if own[each].is_meta else own[each], tensor), each
     for (each, mine), (_, other) in zip(found.module.named_buffers(), module.named_buffers(), strict=True):
         assert torch.equal(mine, other), each
     assert torch.equal(torch.get_rng_state(), before)
@@ -180,8 +180,8 @@ def test_what_the_class_leaves_out_is_left_out(tmp_path: Path) -> None:
     def more(tensors: dict[str, Tensor]) -> None:
         tensors["model.layers.61.mlp.gate.weight"] = torch.zeros(1)
 
-    assert lazy_weights.unread(stored(tmp_path / "a", more, DEEPSEEK)) is not None
-    assert lazy_weights.unread(stored(tmp_path / "b", more)) is None  # transformers reads it, and warns
+    assert lazy_weights.build_lazy(stored(tmp_path / "a", more, DEEPSEEK)) is not None
+    assert lazy_weights.build_lazy(stored(tmp_path / "b", more)) is None  # transformers reads it, and warns
 
 
 def test_tied_weights_that_differ_in_files_are_not_tied(tmp_path: Path) -> None:
@@ -193,9 +193,9 @@ def test_tied_weights_that_differ_in_files_are_not_tied(tmp_path: Path) -> None:
     def other(tensors: dict[str, Tensor]) -> None:
         tensors["lm_head.weight"] = 2 * tensors["model.embed_tokens.weight"]
 
-    assert lazy_weights.unread(stored(tmp_path / "same", head)) is not None
+    assert lazy_weights.build_lazy(stored(tmp_path / "same", head)) is not None
     model = stored(tmp_path / "other", other)
-    assert lazy_weights.unread(model) is None
+    assert lazy_weights.build_lazy(model) is None
     module: Any = engine(None, model).load(None)
     assert torch.equal(module.lm_head.weight, 2 * module.model.embed_tokens.weight)
 
@@ -203,18 +203,18 @@ def test_tied_weights_that_differ_in_files_are_not_tied(tmp_path: Path) -> None:
 def test_only_the_files_that_transformers_reads(tmp_path: Path) -> None:
     loading.build(Model(QWEN3, seed=4)).save_pretrained(tmp_path, max_shard_size="4KB")  # type: ignore[operator]
     save_file({"model.norm.weight": torch.zeros(16)}, tmp_path / "model-00099-of-00099.safetensors")
-    found = lazy_weights.unread(Model(str(tmp_path)))
+    found = lazy_weights.build_lazy(Model(str(tmp_path)))
     assert found is not None
-    assert torch.equal(found.read("model.norm.weight"), torch.ones(16))
+    assert torch.equal(found.load("model.norm.weight"), torch.ones(16))
     (tmp_path / "adapter_config.json").write_text("{}")  # transformers would add the adapter
-    assert lazy_weights.unread(Model(str(tmp_path))) is None
+    assert lazy_weights.build_lazy(Model(str(tmp_path))) is None
 
 
 def test_quantized_files_are_left_to_transformers(tmp_path: Path) -> None:
     def small(tensors: dict[str, Tensor]) -> None:
         tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.float8_e4m3fn)
 
-    assert lazy_weights.unread(stored(tmp_path, small)) is None
+    assert lazy_weights.build_lazy(stored(tmp_path, small)) is None
 
 
 # nodes that see other files
@@ -249,7 +249,7 @@ def restored(mesh: DeviceMesh | None, folder: Path) -> dict[str, Tensor]:
     made = engine(mesh, Model(QWEN3, seed=7))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "build", never)
-        patch.setattr(lazy_weights, "unread", never)
+        patch.setattr(lazy_weights, "build_lazy", never)
         state = made.restore(folder, RECORD)
         params = made.restore_params(folder, RECORD)
     found = whole(made, state.module)

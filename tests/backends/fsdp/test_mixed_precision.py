@@ -49,7 +49,7 @@ def states(module: Any) -> list[torch.dtype]:
     """The dtypes in which hidden states go into layers and out of the last."""
     found: list[torch.dtype] = []
     hooks = [layer.register_forward_hook(lambda _, args, __: found.append(args[0].dtype)) for layer in layers(module)]
-    with mixed_precision.outside_cast(module, torch.bfloat16):
+    with mixed_precision.cast_outside_layers(module, torch.bfloat16):
         found.append(module.base_model(input_ids=torch.tensor([[1, 2, 3]])).last_hidden_state.dtype)
     for hook in hooks:
         hook.remove()
@@ -70,13 +70,13 @@ def test_a_copy_does_the_same_with_its_own_weights(module: Any) -> None:
     with torch.no_grad():
         for x in module.parameters():
             x.fill_(torch.nan)
-    with mixed_precision.outside_cast(other, torch.bfloat16):
+    with mixed_precision.cast_outside_layers(other, torch.bfloat16):
         assert other(input_ids=torch.tensor([[1, 2]])).logits.isfinite().all()
 
 
 def gradients(module: Any) -> dict[str, Tensor]:
     module.train()
-    with mixed_precision.outside_cast(module, torch.bfloat16):
+    with mixed_precision.cast_outside_layers(module, torch.bfloat16):
         loss = module(input_ids=torch.tensor([[1, 2, 3]]), use_cache=False).logits.float().square().sum()
     loss.backward()
     return {name: x.grad for name, x in module.named_parameters()}

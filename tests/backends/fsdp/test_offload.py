@@ -20,7 +20,7 @@ from nrl.backends import Optimizer, adamw, megatron, muon
 from nrl.backends.fsdp.torch_engine import TorchEngine
 from nrl.backends.fsdp.torch_state import TorchState
 from nrl.errors import ConfigError
-from nrl.ops.plan.simulate import drive
+from nrl.ops.plan.simulate import simulate_step
 from nrl.runtime import Slots
 from tests.backends.fsdp.test_optimizer import engine, numbers_of, steps
 from tests.backends.fsdp.test_sharding import TINY_PARTS
@@ -112,7 +112,7 @@ def test_a_plan_has_them_on_the_host() -> None:
         attrs.evolve(STEP, offload="cpu"),
         attrs.evolve(STEP, optimizer=adamw(lr=1e-6, moments="bfloat16")),
     )
-    plain, host, rounded = map(drive, several)
+    plain, host, rounded = map(simulate_step, several)
     assert host["parameters"] == host["moments"] == 0
     steps_of = 4 * 24  # a number for each parameter, float32
     assert host["host"] == pytest.approx(plain["parameters"] * 4, abs=steps_of)
@@ -124,7 +124,7 @@ def test_a_plan_has_them_on_the_host() -> None:
     assert kinds == {"copy to the host", "Event.synchronize"}
     assert host["stages"].keys() == {"forward", "train"}
     assert rounded["waits"] == plain["waits"]
-    alone = drive(attrs.evolve(STEP, dp=1, offload="cpu"))
+    alone = simulate_step(attrs.evolve(STEP, dp=1, offload="cpu"))
     assert (alone["parameters"], alone["moments"], alone["collectives"]) == (0, 0, {})
     assert alone["host"] == pytest.approx(2 * host["host"], abs=2 * steps_of)
 

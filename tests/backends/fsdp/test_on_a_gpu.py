@@ -49,10 +49,10 @@ def test_a_state_that_rests_leaves_the_gpu_and_comes_back_to_the_bit() -> None:
     before = {name: x.detach().cpu() for name, x in held(steps).items()}
     size, allocated = sum(x.nbytes for x in before.values()), torch.cuda.memory_allocated()
     for _ in range(2):  # the second time the host has places for them
-        steps.state.rest()
+        steps.state.offload()
         assert {x.device.type for x in held(steps).values()} == {"cpu"}
         assert allocated - torch.cuda.memory_allocated() >= size
-        steps.state.wake()
+        steps.state.onload()
         assert {x.device for x in held(steps).values()} == {GPU}
         assert torch.cuda.memory_allocated() <= allocated + 2**20
     for name, x in held(steps).items():

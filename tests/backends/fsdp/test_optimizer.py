@@ -156,7 +156,7 @@ def stepped_by_hand(config: Mapping[str, Any], spec: Optimizer, number: int) -> 
     module: Any = loading.build(Model(config), dtype=torch.float64)
     named = dict(module.named_parameters())
     hidden = {name: p for name, p in named.items() if ".layers." in name and p.ndim > 1}
-    matrices = {name: [part.block for part in weight_layout.parts(module)[name]] for name in hidden}
+    matrices = {name: [part.block for part in weight_layout.find_parts(module)[name]] for name in hidden}
     momentum = {name: torch.zeros_like(p) for name, p in hidden.items()}
     rest = [p for name, p in named.items() if name not in hidden]
     groups: list[dict[str, Any]] = [

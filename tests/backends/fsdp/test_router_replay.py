@@ -23,7 +23,7 @@ from nrl.backends.fsdp.torch_engine import TorchEngine
 from nrl.backends.hf.hf_engine import HfEngine
 from nrl.backends.models import loading, weight_layout
 from nrl.backends.models.moe_routers import Routers, routers
-from nrl.backends.models.shards import whole as whole_piece
+from nrl.backends.models.shards import full_shard as whole_piece
 from nrl.backends.sampling.pool import EnginePool
 from nrl.backends.training.layout.microbatch_plan import plan
 from nrl.backends.training.loss.loss_terms import global_weights
@@ -275,7 +275,9 @@ def by_hand(batch: Batch) -> dict[str, Tensor]:
     for block in module.model.layers:
         del block.mlp.forward
     found = [whole_piece(name, x.grad) for name, x in module.named_parameters()]
-    return {piece.name: piece.tensor for piece in weight_layout.cut(found, weight_layout.parts(module))}
+    return {
+        piece.name: piece.tensor for piece in weight_layout.split_for_files(found, weight_layout.find_parts(module))
+    }
 
 
 def _experts(mlp: Any, routes: list[list[int]], hidden: Tensor) -> Tensor:

@@ -34,10 +34,10 @@ from nrl.backends.fsdp.torch_engine import TorchEngine
 from nrl.backends.fsdp.torch_state import TorchState
 from nrl.backends.models import loading, lora, named_weights
 from nrl.backends.training import worker
-from nrl.backends.training.collectives import HeldError, Peers, pickled
+from nrl.backends.training.collectives import DeferredError, ProcessGroup, pickle_error
 from nrl.backends.training.loss.batch_checks import with_shares
 from nrl.backends.training.loss.loss_terms import global_weights
-from nrl.backends.training.weight_stream import whole_weights
+from nrl.backends.training.weight_stream import iter_full_weights
 from nrl.backends.types import Piece, top_k
 from nrl.batch import Batch
 from nrl.batch.metrics import Max, Mean, Metrics, Min, Sum, finalize
@@ -242,7 +242,7 @@ def train(mesh: DeviceMesh | None, loss: str, steps: int, **options: Any) -> tup
 
 def whole(made: TorchEngine, params: Any) -> dict[str, Tensor]:
     """The weights that all processes have pieces of, in each of them; copies."""
-    return {name: x.clone() for name, x in whole_weights(made.pieces(params), "test", made._peers.group)}
+    return {name: x.clone() for name, x in iter_full_weights(made.pieces(params), "test", made._peers.group)}
 
 
 def filled(made: TorchEngine, tensors: Mapping[str, Tensor]) -> TorchState:
@@ -294,7 +294,9 @@ def headed(mesh: DeviceMesh | None, head: Any) -> list[tuple[list[dict[str, floa
         for _ in range(2):
             state, metrics = made.train(state, fn, mine(mesh, batch), global_weights(fn, batch))
             numbers.append(finalize(metrics))
-        out = worker.forward(split, frozenset({need}), {}, worker.of_state, made, state, nrl.shard(batch, size)[rank])
+        out = worker.forward(
+            split, frozenset({need}), {}, worker.find_in_state, made, state, nrl.shard(batch, size)[rank]
+        )
         found.append((numbers, everything(made, state), out))
     return found
 
@@ -736,7 +738,7 @@ def splitting(mesh: DeviceMesh | None) -> list[tuple[str, list[str]]]:
     batch, made, errors = batch_of([5, 9]), engine(mesh), []
     state, shard, split = made.init(), nrl.shard(batch, 2)[rank], partial(nrl.microbatches, max_tokens=8)
     for call in (
-        lambda: worker.forward(split, LOGPROBS, {}, worker.of_state, made, state, shard),
+        lambda: worker.forward(split, LOGPROBS, {}, worker.find_in_state, made, state, shard),
         lambda: worker.train(sft_loss, split, made, state, global_weights(sft_loss, batch), shard),
     ):
         with pytest.raises(BatchError) as caught:
@@ -773,14 +775,14 @@ def test_each_process_raises_its_own_error(two: Processes) -> None:
 
 
 def test_an_error_that_travels_and_one_that_does_not() -> None:
-    made = pickle.loads(pickled(missing(), "forward", 3))
+    made = pickle.loads(pickle_error(missing(), "forward", 3))
     assert (type(made), str(made)) == (MissingColumn, str(missing()))
-    made = pickle.loads(pickled(local_error(), "forward", 3))
+    made = pickle.loads(pickle_error(local_error(), "forward", 3))
     assert (type(made), str(made)) == (ClusterError, "forward: rank 3 raised LocalError: it cannot travel")
-    held = HeldError(Peers(None))
-    with pytest.raises(ValueError, match="not like"), held.back():
+    held = DeferredError(ProcessGroup(None))
+    with pytest.raises(ValueError, match="not like"), held.capture():
         raise value_error()
-    assert held.meet("forward", 7) == [7]
+    assert held.gather_or_raise("forward", 7) == [7]
 
 
 # meshes
@@ -916,7 +918,9 @@ def test_an_adapters_folder_with_a_head_is_read_over_a_folder(two: Processes, tm
     loading.save_model(loading.build(Model(QWEN3, seed=3)), tmp_path / "base")
     model = Model(str(tmp_path / "base"), head="value", lora={"r": 2, "target_modules": ["q_proj"]})
     adapted = lora.build(model)
-    trained = {name: torch.randn(x.shape) for name, x in named_weights.weights(adapted).items() if lora.trained(name)}
+    trained = {
+        name: torch.randn(x.shape) for name, x in named_weights.weights(adapted).items() if lora.is_trained(name)
+    }
     (tmp_path / "adapter").mkdir()
     lora.export(adapted, trained, model, tmp_path / "adapter")
     assert "score.weight" in trained
@@ -928,7 +932,7 @@ def test_an_adapters_folder_with_a_head_is_read_over_a_folder(two: Processes, tm
 def unreadable(mesh: DeviceMesh | None, folder: Path) -> tuple[str, list[str]]:
     made: Any = engine(mesh, Model(str(folder)))
     if where(mesh)[0] == 0:
-        made = attrs.evolve(made, source=lambda *args, **how: lora.unread(*args, **how)._replace(fill=broken_disk))  # type: ignore[union-attr]
+        made = attrs.evolve(made, source=lambda *args, **how: lora.build_lazy(*args, **how)._replace(fill=broken_disk))  # type: ignore[union-attr]
     with pytest.raises(OSError, match="the disk is gone") as caught:
         made.load(None)
     return str(caught.value), getattr(caught.value, "__notes__", [])

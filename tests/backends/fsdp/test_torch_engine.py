@@ -24,7 +24,7 @@ from nrl.backends.fsdp import torch_engine
 from nrl.backends.fsdp.outputs import compute
 from nrl.backends.fsdp.torch_engine import TorchEngine
 from nrl.backends.models import loading, named_weights
-from nrl.backends.models.shards import fill, wholes
+from nrl.backends.models.shards import fill, full_shards
 from nrl.backends.training.loss.loss_terms import global_weights
 from nrl.batch import Batch, lengths
 from nrl.batch.metrics import Mean, Metrics, Sum, finalize
@@ -774,7 +774,7 @@ def test_what_is_published_is_what_the_state_holds(slots: Slots) -> None:
     assert publish(state.params, sampler) == 2
     assert_equal(sampler.weights, weights(state))
     module: Any = loading.build(Model(QWEN3, seed=5))
-    fill(wholes(named_weights.weights(module)), bucket_of(sampler.weights), who="receive")
+    fill(full_shards(named_weights.weights(module)), bucket_of(sampler.weights), caller="receive")
     with torch.no_grad():
         close(stock_logprobs(module.eval(), batch_of(MIXED)), trainer.logprobs(state.params, batch_of(MIXED)).result())
 

@@ -340,7 +340,7 @@ def test_stop_texts_end_where_transformers_would_end_them() -> None:
         last = torch.full((1, known.maximum_token_len), torch.iinfo(torch.int64).max)
         for token in ids:
             last = torch.cat([last[:, 1:], torch.tensor([[token]])], 1)
-            assert own.ended(torch.tensor([token])).tolist() == known(last, None).tolist()
+            assert own.find_ended(torch.tensor([token])).tolist() == known(last, None).tolist()
             compared += 1
     assert compared > 500
 
@@ -352,7 +352,7 @@ def test_the_length_and_the_number_of_stop_texts_cost_next_to_nothing() -> None:
         stops = Stops([], texts, tokenizer)
         stops.begin(8, len(tokenizer), torch.device("cpu"))
         for _ in range(50):
-            assert not stops.ended(torch.arange(8)).any()
+            assert not stops.find_ended(torch.arange(8)).any()
     assert time.process_time() - began < 5
 
 

@@ -112,7 +112,7 @@ def test_it_stops_at_the_end_tokens_of_tokenizer_and_generation_config_and_at_th
 
 def module_of(sampler: Any) -> Any:
     """The model in the only process that there is."""
-    return sampler._seats[0]._there.values[0].value.module
+    return sampler._replicas[0]._handles.values[0].value.module
 
 
 def test_its_module_alone_has_the_decoding_attention(slots: Any) -> None:

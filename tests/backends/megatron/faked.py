@@ -19,10 +19,10 @@ from nrl.backends import Model, adamw
 from nrl.backends.training.loss.loss_terms import global_weights
 from nrl.batch.prefixes import microbatches_by_prefix
 from nrl.ops.plan import fake_cuda
-from nrl.ops.plan.op_counter import Counting
-from nrl.ops.plan.simulate import LOSSES, Step, rows
+from nrl.ops.plan.op_counter import OpCounter
+from nrl.ops.plan.simulate import LOSSES, Step, make_rows
 from nrl.runtime import Layout
-from nrl.runtime.mesh.current_process import Process, entered
+from nrl.runtime.mesh.current_process import Process, enter_process
 from tests.backends.processes import AXES
 from tests.ops.plan.test_gpus import TINY
 
@@ -51,8 +51,8 @@ def _numbers(value: Any) -> Any:
 
 def drive(layout: Layout) -> dict[str, Any]:
     """Two steps of the first process; the second one is counted."""
-    counting = Counting()
-    fake_cuda.install((9, 0), STEP.memory, counting.waited, layout.slots, 0)
+    counting = OpCounter()
+    fake_cuda.install((9, 0), STEP.memory, counting.count_wait, layout.slots, 0)
     mesh = torch.distributed.device_mesh.init_device_mesh("cuda", (layout.slots, 1, 1, 1), mesh_dim_names=AXES)
     library = torch.library.Library("c10d", "IMPL")  # torch has fake ones of all collectives but those in one call
     for name in ("allreduce", "reduce_scatter_tensor", "allgather_into_tensor"):
@@ -67,21 +67,21 @@ def drive(layout: Layout) -> dict[str, Any]:
     cuda: Any = torch.cuda
     cuda.get_rng_state = random._get_cuda_rng_state = lambda *_, **__: state_of_chance
     cuda.set_rng_state = random._set_cuda_rng_state = cuda.manual_seed = lambda *_, **__: None
-    unfilled: Any = lambda engine, model, who: engine._built(model, checkpoint_io.skeleton(model))  # noqa: E731
-    MegatronEngine._loaded = unfilled  # type: ignore[method-assign]
-    batch, loss = rows(STEP), LOSSES[STEP.loss]
+    unfilled: Any = lambda engine, model, who: engine._build_stages(model, checkpoint_io.skeleton(model))  # noqa: E731
+    MegatronEngine._load_stages = unfilled  # type: ignore[method-assign]
+    batch, loss = make_rows(STEP), LOSSES[STEP.loss]
     weights = dict.fromkeys(global_weights(loss, batch, always={"logprobs"}), float(layout.slots))
     parts = list(microbatches_by_prefix(batch, max_tokens=STEP.max_tokens))
     fake_cuda.choose_attention((9, 0), Counter())
     model = Model(dict(STEP.model), dtype="bfloat16")
-    with _Made(), counting, entered(Process(0, layout.slots, mesh)):
+    with _Made(), counting, enter_process(Process(0, layout.slots, mesh)):
         engine = MegatronEngine(model, adamw(lr=1e-6), nrl.Sequences, options({}), torch.device("cuda:0"), layout, mesh)
         state, _ = engine.train(engine.init(), loss, parts, weights)
         held = counting.now
         counting.forget()
         engine.train(state, loss, parts, weights)
     return {
-        "activations": counting.peak - held, "held": held, "collectives": dict(counting.sent), "at": counting.at,
+        "activations": counting.peak - held, "held": held, "collectives": dict(counting.sent), "at": counting.peak_line,
         "flops": dict(counting.flops), "waits": [[*key, count] for key, count in counting.waits.items()],
     }  # fmt: skip
 

@@ -16,7 +16,7 @@ import nrl
 from nrl.backends import Model
 from nrl.backends.training.loss.loss_terms import global_weights
 from nrl.batch.prefixes import microbatches_by_prefix
-from nrl.ops.plan.simulate import LOSSES, Step, rows
+from nrl.ops.plan.simulate import LOSSES, Step, make_rows
 from nrl.runtime import Layout
 from tests.backends.megatron.test_megatron_engine import engine
 from tests.ops.plan.measured import most
@@ -83,7 +83,7 @@ def measure(mesh: DeviceMesh, step: Step, layout: Layout) -> dict[str, Any]:
 
     options: dict[str, Any] = _AGAIN if step.checkpointing else {}
     made = engine(mesh, layout, Model(dict(step.model), dtype="bfloat16"), nrl.Sequences, **options)
-    batch, loss = rows(step), LOSSES[step.loss]
+    batch, loss = make_rows(step), LOSSES[step.loss]
     found = global_weights(loss, batch, always={"logprobs"})
     weights = {name: weight * layout.dp for name, weight in found.items()}
     parts = list(microbatches_by_prefix(batch, max_tokens=step.max_tokens))

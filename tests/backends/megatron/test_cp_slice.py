@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import nrl
-from nrl.backends.megatron.cp_slice import cut, filled_up, tokens
+from nrl.backends.megatron.cp_slice import pad_rows, slice_rows, slice_tokens
 from nrl.backends.megatron.groups import instances
-from nrl.backends.megatron.stored import ranges
-from nrl.backends.training.layout.microbatch_plan import plan, predicted
-from nrl.backends.training.layout.packed_attention import over
+from nrl.backends.megatron.saved_state import ranges
+from nrl.backends.training.layout.microbatch_plan import plan, predicted_mask
+from nrl.backends.training.layout.packed_attention import make_attention
 from nrl.backends.types import Piece
 from nrl.batch import Batch
 from nrl.batch.packed_rows import Packing, Sequences
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def attended(rows: nrl.Rectangles | Sequences, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    return over(rows)(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), window, None)
+    return make_attention(rows)(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), window, None)
 
 
 @given(
@@ -41,12 +41,12 @@ def test_parts_attend_as_the_whole(lengths: list[int], count: int, chunk: int, w
     rows, _ = Sequences.of(sizes, stem, shared)
     size = int(rows.cu_seqlens_q[-1])
     whole = size + -size % (2 * count * chunk)
-    rows_or_blocks = filled_up(rows, whole - size)
+    rows_or_blocks = pad_rows(rows, whole - size)
     assert isinstance(rows_or_blocks, Sequences)
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(whole, heads, 4, generator=g) for heads in (4, 2, 2))
     expected = attended(rows_or_blocks, q, k, v, window)
-    parts = [cut(rows_or_blocks, whole, count, rank) for rank in range(count)]
+    parts = [slice_rows(rows_or_blocks, whole, count, rank) for rank in range(count)]
     every = torch.cat([mine for mine, _ in parts])
     assert sorted(every.tolist()) == list(range(whole))
     for mine, part in parts:
@@ -60,9 +60,9 @@ def test_every_place_is_read_in_one_part(packing: Packing, count: int) -> None:
     packing = nrl.Sequences if count > 1 else packing
     mask = torch.arange(6) < torch.tensor([6, 3, 0, 5])[:, None]
     batch = Batch({"input_ids": torch.arange(24).view(4, 6) * mask, "attention_mask": mask}, batch_size=[4])
-    work = plan(batch, predicted(batch), packing, words=30, always=True)
+    work = plan(batch, predicted_mask(batch), packing, words=30, always=True)
     assert work.places is not None
-    parts = [tokens(work, 16, 3, count, rank, CPU) for rank in range(count)]
+    parts = [slice_tokens(work, 16, 3, count, rank, CPU) for rank in range(count)]
     assert {part.input_ids.shape[1] for part in parts} == {18 if count == 1 else 12}
     read = torch.cat([part.read for part in parts])
     assert sorted(read.tolist()) == list(range(len(work.places)))

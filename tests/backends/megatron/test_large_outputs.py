@@ -13,7 +13,7 @@ from nrl.backends import Model
 from nrl.backends.models import lora
 from nrl.backends.training.loss.loss_terms import global_weights
 from nrl.backends.training.outputs import head_chunks
-from nrl.backends.training.weight_stream import whole_weights
+from nrl.backends.training.weight_stream import iter_full_weights
 from nrl.batch.metrics import finalize
 from nrl.runtime import Layout
 from tests.backends.megatron.test_megatron_engine import CONFIG, engine, parts
@@ -63,7 +63,7 @@ def steps(
         state, metrics = made.train(state, loss, each, weights)
         losses.append(finalize(metrics)["loss"])
     params = made.adapter(made.params(state)) if adapter else made.params(state)
-    return losses, dict(whole_weights(made.pieces(params), "test", made._at.peers.group)), outs
+    return losses, dict(iter_full_weights(made.pieces(params), "test", made._groups.peers.group)), outs
 
 
 @cache

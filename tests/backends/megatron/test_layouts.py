@@ -13,7 +13,7 @@ import nrl
 from nrl import algos
 from nrl.backends.training.loss.batch_checks import with_shares
 from nrl.backends.training.loss.loss_terms import global_weights
-from nrl.backends.training.weight_stream import whole_weights
+from nrl.backends.training.weight_stream import iter_full_weights
 from nrl.batch import Batch
 from nrl.batch.metrics import finalize
 from nrl.runtime import Layout
@@ -88,11 +88,11 @@ def in_process(
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
     """A step, by each process of a mesh; None: by the torch engine in one, on the rows as they are."""
     made: Any = torch_engine(MODEL) if mesh is None else engine(mesh, layout, MODEL, packing)
-    rank, group = (0, None) if mesh is None else (mesh.get_rank(), made._at.peers.group)
+    rank, group = (0, None) if mesh is None else (mesh.get_rank(), made._groups.peers.group)
     batch = changed(rows("grpo"), how).lock_()
     weights = global_weights(algos.grpo_loss, batch, always={"logprobs"})
     state, metrics = made.train(made.init(), algos.grpo_loss, cut(batch, layout, rank, 3), weights)
-    return finalize(metrics), dict(whole_weights(made.pieces(made.params(state)), "test", group))
+    return finalize(metrics), dict(iter_full_weights(made.pieces(made.params(state)), "test", group))
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2), Layout(cp=2), Layout(dp=2)], ids=str)
@@ -121,7 +121,7 @@ def threads(mesh: DeviceMesh, layouts: list[Layout]) -> list[int]:
     try:
         for layout in layouts:
             made = engine(mesh, layout, MODEL)
-            steps(made, "sft", parts(rows("sft"), layout, mesh.get_rank()), made._at.peers.group)
+            steps(made, "sft", parts(rows("sft"), layout, mesh.get_rank()), made._groups.peers.group)
             del made
             found.append(len(list(Path("/proc/self/task").iterdir())))
     finally:

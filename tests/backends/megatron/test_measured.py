@@ -10,7 +10,7 @@ import attrs
 import pytest
 
 from nrl.backends.training.outputs.head_chunks import CHUNK_BYTES
-from nrl.ops.plan.analytic_megatron import closed_stages
+from nrl.ops.plan.analytic_megatron import estimate_stages
 from nrl.ops.plan.simulate import Step
 from nrl.runtime import Layout
 from tests.backends.megatron import faked
@@ -54,7 +54,7 @@ def test_a_measured_step(two: Processes, layout: Layout, change: dict[str, Any],
     Layers that are computed again lie in cycles, until Python happens to look for them; so their bound is a lower one.
     """
     step = attrs.evolve(STEP, dp=layout.dp, **change)
-    stages = closed_stages(step, layout)
+    stages = estimate_stages(step, layout)
     for measured in two(measure, step, layout):
         found = stages[measured["stage"]]
         activations = found["activations"] + found["at_peak"]["log-probabilities"]
@@ -75,7 +75,7 @@ def test_megatron_lets_itself_be_driven_on_fake_tensors() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     driven = json.loads(done.stdout.splitlines()[-1])
-    found = closed_stages(faked.STEP, Layout(tp=2))[0]
+    found = estimate_stages(faked.STEP, Layout(tp=2))[0]
     sent = _sum(driven["collectives"], "_allgather_base_", "_reduce_scatter_base_")
     assert found["collectives"]["tensor"] == pytest.approx(sent, rel=0.01)
     for name in ("bfloat16", "attention"):

@@ -24,7 +24,7 @@ from nrl.backends import Group, Model, Optimizer, Schedule, adamw, megatron, muo
 from nrl.backends.fsdp.torch_engine import TorchEngine
 from nrl.backends.models import loading
 from nrl.backends.training.loss.loss_terms import global_weights
-from nrl.backends.training.weight_stream import whole_weights
+from nrl.backends.training.weight_stream import iter_full_weights
 from nrl.backends.types import top_k
 from nrl.batch import Batch, deal
 from nrl.batch.metrics import finalize
@@ -144,14 +144,14 @@ def steps(made: Any, name: str, each: Sequence[Batch], group: Any = None, state:
     for _ in range(3):
         state, metrics = made.train(state, loss, each, weights)
         found.append(finalize(metrics))
-    tensors = {key: x.clone() for key, x in whole_weights(made.pieces(made.params(state)), "test", group)}
+    tensors = {key: x.clone() for key, x in iter_full_weights(made.pieces(made.params(state)), "test", group)}
     outs = made.forward(made.params(state), each, made.provides & {"values", "rewards"} or NEEDS)
     return found, tensors, [dict(out) for out in outs]
 
 
 def in_process(mesh: DeviceMesh, layout: Layout, model: Model, name: str, packing: Any, options: dict[str, Any]) -> Any:
     made = engine(mesh, layout, model, packing, **options)
-    return steps(made, name, parts(rows(name), layout, mesh.get_rank()), made._at.peers.group)
+    return steps(made, name, parts(rows(name), layout, mesh.get_rank()), made._groups.peers.group)
 
 
 @cache
@@ -250,14 +250,14 @@ def with_micro_batches_of(
 ) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     """A step for each size, by each process of a mesh; None: by the torch engine in one."""
     made: Any = torch_engine(MODEL, optimizer) if mesh is None else engine(mesh, layout, MODEL, optimizer=optimizer)
-    rank, group = (0, None) if mesh is None else (mesh.get_rank(), made._at.peers.group)
+    rank, group = (0, None) if mesh is None else (mesh.get_rank(), made._groups.peers.group)
     batch = nrl.assign(rows("grpo"), temperature=torch.linspace(0.5, 1.5, 8))
     weights = global_weights(algos.grpo_loss, batch, always={"logprobs"})
     state, found = made.init(), []
     for n in sizes:
         state, metrics = made.train(state, algos.grpo_loss, cut(batch, layout, rank, n), weights)
         found.append(finalize(metrics))
-    return found, {key: x.clone() for key, x in whole_weights(made.pieces(made.params(state)), "test", group)}
+    return found, {key: x.clone() for key, x in iter_full_weights(made.pieces(made.params(state)), "test", group)}
 
 
 VARYING = [Layout(dp=2), Layout(dp=2, shard=1), Layout(cp=2), Layout(pp=2, vp=2)]
@@ -291,7 +291,7 @@ def loaded(mesh: DeviceMesh, layout: Layout, folder: str, to: str) -> dict[str, 
     made = engine(mesh, layout, Model(folder))
     params = made.load(None)
     made.export(params, Path(to))
-    return dict(whole_weights(made.pieces(params), "test", made._at.peers.group))
+    return dict(iter_full_weights(made.pieces(params), "test", made._groups.peers.group))
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2, vp=2), Layout(dp=2)], ids=str)
@@ -334,7 +334,7 @@ def test_a_frozen_copy_stays_as_it_is(two: Processes) -> None:
 
 def saved(mesh: DeviceMesh, layout: Layout, folder: str, model: Model = MODEL) -> tuple[Any, Steps]:
     made = engine(mesh, layout, model)
-    return saved_by(made, Path(folder), parts(rows("grpo"), layout, mesh.get_rank()), made._at.peers.group)
+    return saved_by(made, Path(folder), parts(rows("grpo"), layout, mesh.get_rank()), made._groups.peers.group)
 
 
 def saved_by(made: Any, folder: Path, each: Sequence[Batch] | None = None, group: Any = None) -> tuple[Any, Steps]:
@@ -352,7 +352,7 @@ def resumed(mesh: DeviceMesh, layout: Layout, folder: str, record: Mapping[str, 
     made = engine(mesh, layout, model)
     state = made.restore(Path(folder), record)
     assert state.step == 3
-    return steps(made, "grpo", parts(rows("grpo"), layout, mesh.get_rank()), made._at.peers.group, state)
+    return steps(made, "grpo", parts(rows("grpo"), layout, mesh.get_rank()), made._groups.peers.group, state)
 
 
 def followed(found: Steps, by: Steps) -> None:
@@ -389,14 +389,14 @@ def test_a_checkpoint_of_copies_of_which_two_share_an_optimizer_goes_on(four: Pr
 def in_bfloat16(mesh: DeviceMesh, layout: Layout, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
     """Weights before three steps of a tiny rate and after them, and the first loss."""
     made = engine(mesh, layout, Model(CONFIG, dtype="bfloat16"), optimizer=adamw(lr=1e-6, eps=1e-3))
-    group, state = made._at.peers.group, made.init()
-    before = {name: x.clone() for name, x in whole_weights(made.pieces(made.params(state)), "test", group)}
+    group, state = made._groups.peers.group, made.init()
+    before = {name: x.clone() for name, x in iter_full_weights(made.pieces(made.params(state)), "test", group)}
     losses = list[float]()
     for _ in range(3):
         each = parts(rows("sft"), layout, mesh.get_rank())
         state, metrics = made.train(state, sft_loss, each, global_weights(sft_loss, rows("sft")))
         losses.append(finalize(metrics)["loss"])
-    after = dict(whole_weights(made.pieces(made.params(state)), "test", group))
+    after = dict(iter_full_weights(made.pieces(made.params(state)), "test", group))
     made.save(state, made.params(state)).write(Path(folder))
     return before, after, losses[0]
 

@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from nrl.algos import sft_loss
 from nrl.backends import Model
 from nrl.backends.training.loss.loss_terms import global_weights
-from nrl.ops.plan.analytic_megatron import closed_megatron, parameters_of_stage
-from nrl.ops.plan.shapes import shape
+from nrl.ops.plan.analytic_megatron import count_stage_parameters, estimate_megatron
+from nrl.ops.plan.shapes import read_shape
 from nrl.ops.plan.simulate import Step
 from nrl.runtime import Layout
 from tests.backends.megatron.test_megatron_engine import CONFIG, cut, engine, rows
@@ -62,8 +62,8 @@ def test_what_a_process_holds(two: Processes, layout: Layout, config: dict[str, 
     """Buffers are padded to a multiple of what processes share, hence 10 %; parameters are equal."""
     step = Step(config, dp=layout.dp, rows=2, width=16)
     for stage, parameters, gradients, optimizer in two(held, layout, config):
-        found = closed_megatron(step, layout)
-        count = sum(parameters_of_stage(shape(config), layout, stage))
+        found = estimate_megatron(step, layout)
+        count = sum(count_stage_parameters(read_shape(config), layout, stage))
         assert parameters == 2 * count
         assert gradients == pytest.approx(4 * count, rel=0.1)
         if stage == found["stage"]:

@@ -17,7 +17,7 @@ from nrl.backends import Model
 from nrl.backends.models import exporting, lazy_weights, loading, lora, named_weights, weight_layout
 from nrl.backends.models.exporting import export_weights
 from nrl.backends.models.named_weights import named_tensors
-from nrl.backends.models.shards import whole
+from nrl.backends.models.shards import full_shard
 from nrl.errors import ModelError
 from tests.properties.strategies import TINY
 
@@ -35,8 +35,8 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def one_at_a_time(module: Any, seen: list[str]) -> Iterator[tuple[str, Tensor]]:
-    mine = (whole(name, tensor) for name, tensor in named_tensors(module))
-    for piece in weight_layout.cut(mine, weight_layout.parts(module)):
+    mine = (full_shard(name, tensor) for name, tensor in named_tensors(module))
+    for piece in weight_layout.split_for_files(mine, weight_layout.find_parts(module)):
         seen.append(piece.name)
         yield piece.name, piece.tensor.clone()
 
@@ -90,14 +90,14 @@ def test_a_folder_is_read_one_weight_at_a_time(tmp_path: Path) -> None:
         for head in heads:
             for adapter in (None, LORA):
                 model = Model(str(tmp_path / kind), head=head, lora=adapter, seed=5)
-                unread, whole = lora.unread(model), lora.build(model)
+                unread, whole = lora.build_lazy(model), lora.build(model)
                 assert unread is not None
                 own = dict(unread.module.named_parameters())
                 assert own.keys() == dict(whole.named_parameters()).keys()
                 for name, expected in whole.named_parameters():
                     mine = own[name]
                     assert mine.is_meta == (".lora_" not in name)
-                    value = unread.read(named_weights.weight_name(name)) if mine.is_meta else mine
+                    value = unread.load(named_weights.weight_name(name)) if mine.is_meta else mine
                     assert torch.equal(value, expected), name
                     assert (mine.shape, mine.requires_grad) == (expected.shape, expected.requires_grad)
                 for (name, x), (other, y) in zip(unread.module.named_buffers(), whole.named_buffers(), strict=True):
@@ -111,18 +111,20 @@ def test_an_adapters_folder_with_a_head_is_read_over_a_folder(head: Any, has_hea
     loading.save_model(loading.build(Model(UNTIED, seed=4, head=head if has_head else "lm")), tmp_path / "base")
     base = str(tmp_path / "base")
     adapted = lora.build(Model(base, head=head, lora=LORA))
-    trained = {name: torch.randn(x.shape) for name, x in named_weights.weights(adapted).items() if lora.trained(name)}
+    trained = {
+        name: torch.randn(x.shape) for name, x in named_weights.weights(adapted).items() if lora.is_trained(name)
+    }
     (tmp_path / "adapter").mkdir()
     lora.export(adapted, trained, Model(base, head=head, lora=LORA), tmp_path / "adapter")
     model = Model(base, head=head, lora=str(tmp_path / "adapter"), dtype="float64")
-    unread, expected = lora.unread(model), lora.build(model)
+    unread, expected = lora.build_lazy(model), lora.build(model)
     assert unread is not None
     own = dict(unread.module.named_parameters())
     assert own.keys() == dict(expected.named_parameters()).keys()
     for name, x in expected.named_parameters():
         mine = own[name]
-        assert mine.is_meta == (not lora.trained(named_weights.weight_name(name)))
-        value = unread.read(named_weights.weight_name(name)).to(x.dtype) if mine.is_meta else mine
+        assert mine.is_meta == (not lora.is_trained(named_weights.weight_name(name)))
+        value = unread.load(named_weights.weight_name(name)).to(x.dtype) if mine.is_meta else mine
         assert torch.equal(value, x), name
         assert (mine.dtype, mine.requires_grad) == (x.dtype, x.requires_grad)
     assert torch.equal(own["score.weight"], trained["score.weight"].double())
@@ -162,13 +164,13 @@ def test_a_name_on_the_hub_is_read_one_weight_at_a_time(tmp_path: Path) -> None:
 
 def test_what_only_transformers_can_read(tmp_path: Path) -> None:
     loading.save_model(loading.build(Model(SPLIT)), tmp_path / "split")
-    assert lazy_weights.unread(Model(str(tmp_path / "split"))) is None
-    assert lazy_weights.unread(Model("a/name-on-the-hub")) is None
-    assert lazy_weights.unread(Model(str(tmp_path / "none"))) is None
+    assert lazy_weights.build_lazy(Model(str(tmp_path / "split"))) is None
+    assert lazy_weights.build_lazy(Model("a/name-on-the-hub")) is None
+    assert lazy_weights.build_lazy(Model(str(tmp_path / "none"))) is None
     wrong = tmp_path / "wrong"
     loading.save_model(loading.build(Model(TINY)), wrong)
     config = json.loads((wrong / "config.json").read_text())
     (wrong / "config.json").write_text(json.dumps(config | {"hidden_size": 32, "num_hidden_layers": 1}))
-    assert lazy_weights.unread(Model(str(wrong))) is None
+    assert lazy_weights.build_lazy(Model(str(wrong))) is None
     with pytest.raises(ModelError, match="the folder cannot be loaded as a causal language model"):
         loading.build(Model(str(wrong)))

@@ -20,7 +20,7 @@ from nrl import tiny
 from nrl.backends import Model
 from nrl.backends.models import loading, named_weights
 from nrl.backends.models.positions import context_length
-from nrl.backends.models.shards import fill, wholes
+from nrl.backends.models.shards import fill, full_shards
 from nrl.errors import ModelError
 from tests.code_models import model_with_code
 from tests.properties.strategies import TINY
@@ -124,14 +124,14 @@ def test_loading_leaves_no_bars_and_says_what_takes_long(
     loading.build(Model(str(tmp_path)))
     assert capfd.readouterr() == ("", "")
     monkeypatch.setattr("nrl.log.slow_wait.SILENCE", 0.0)
-    counted = loading._counted
+    counted = loading._report_progress
 
     def slowly(items: Any, far: Callable[[int, int], None]) -> Iterator[Any]:
         for item in counted(items, far):
             time.sleep(0.02)  # in which a line is written
             yield item
 
-    monkeypatch.setattr(loading, "_counted", slowly)
+    monkeypatch.setattr(loading, "_report_progress", slowly)
     loading.build(Model(str(tmp_path)))
     said = capfd.readouterr()
     assert said.out == ""
@@ -335,7 +335,7 @@ def test_head_weight() -> None:
 
 
 def load(module: nn.Module, tensors: Mapping[str, Tensor], who: str = "receive") -> None:
-    fill(wholes(named_weights.weights(module)), bucket_of(tensors), who=who)
+    fill(full_shards(named_weights.weights(module)), bucket_of(tensors), caller=who)
 
 
 @pytest.mark.parametrize("tied", [True, False])

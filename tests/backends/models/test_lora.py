@@ -24,7 +24,7 @@ from nrl.backends.fsdp.torch_state import TorchState
 from nrl.backends.models import loading, lora, named_weights
 from nrl.backends.training.loss.loss_terms import global_weights
 from nrl.backends.training.states import OwningTrainer
-from nrl.backends.vllm import adapters
+from nrl.backends.vllm import vllm_adapter
 from nrl.batch import Batch
 from nrl.batch.metrics import finalize
 from nrl.errors import ModelError
@@ -116,11 +116,11 @@ def test_only_the_adapter_is_trained(slots: Slots) -> None:
         state, _ = made.train(state, sft_loss, [batch], global_weights(sft_loss, batch))
     after = dict(named_weights.named_tensors(state.module))
     changed = {name for name, x in before.items() if not torch.equal(x, after[name])}
-    assert changed == {name for name in before if lora.trained(name)}
+    assert changed == {name for name in before if lora.is_trained(name)}
     assert len(changed) == 2 * len(LAYERS) * QWEN3["num_hidden_layers"]
     parameters = dict(state.module.named_parameters())
     moments = {id(parameter) for parameter, found in state.optimizer.state.items() if found}
-    assert moments == {id(x) for name, x in parameters.items() if lora.trained(named_weights.weight_name(name))}
+    assert moments == {id(x) for name, x in parameters.items() if lora.is_trained(named_weights.weight_name(name))}
     assert sum(len(group["params"]) for group in state.optimizer.param_groups) == len(changed)
 
 
@@ -221,7 +221,7 @@ def steps(
 def _raw(state: TorchState) -> dict[str, Tensor]:
     """The adapter itself, whole."""
     whole = {name: getattr(x, "full_tensor", x.clone)() for name, x in named_weights.named_tensors(state.module)}
-    return {f"raw {name}": x for name, x in whole.items() if lora.trained(name)}
+    return {f"raw {name}": x for name, x in whole.items() if lora.is_trained(name)}
 
 
 @pytest.mark.parametrize("head", list(HEADS))
@@ -260,7 +260,7 @@ def test_other_heads_are_trained_with_the_adapter(head: Any) -> None:
     for _ in range(2):  # in the first the head says 0, so that no gradient reaches the body
         state, _ = made.train(state, HEADS[head], [batch], global_weights(HEADS[head], batch))
     after = dict(named_weights.named_tensors(state.module))
-    assert all(torch.equal(x, after[name]) != lora.trained(name) for name, x in before.items())
+    assert all(torch.equal(x, after[name]) != lora.is_trained(name) for name, x in before.items())
 
 
 # -- where the weights go ---------------------------------------------------------------------------------------------
@@ -625,16 +625,16 @@ def test_layers_that_cannot_have_an_adapter_are_refused() -> None:
 
 
 def test_what_vllm_cannot_have() -> None:
-    found = adapters.Adapter(tiny.model(lora=LORA | {"rank_pattern": {"v_proj": 9}}))
+    found = vllm_adapter.VllmAdapter(tiny.model(lora=LORA | {"rank_pattern": {"v_proj": 9}}))
     assert found.arguments == {"enable_lora": True, "max_loras": 1, "max_lora_rank": 16}
-    own = lora.replaced(lora.build(tiny.model(lora=LORA | {"rank_pattern": {"v_proj": 9}})))
+    own = lora.select_published(lora.build(tiny.model(lora=LORA | {"rank_pattern": {"v_proj": 9}})))
     assert found.shapes == {name: tuple(x.shape) for name, x in own.items()}
     with pytest.raises(ModelError, match=r"vllm.sampler: an adapter has rank 513, and vLLM has up to 512"):
-        adapters.Adapter(tiny.model(lora=LORA | {"r": 513}))
+        vllm_adapter.VllmAdapter(tiny.model(lora=LORA | {"r": 513}))
     with pytest.raises(
         ModelError, match=r"vllm.sampler: with init_lora_weights=False B is random, and vLLM is given no"
     ):
-        adapters.Adapter(tiny.model(lora=LORA | {"init_lora_weights": False}))
+        vllm_adapter.VllmAdapter(tiny.model(lora=LORA | {"init_lora_weights": False}))
 
 
 def test_folders_that_are_no_adapter(tmp_path: Path) -> None:

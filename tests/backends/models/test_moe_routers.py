@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from nrl.backends import Model
 from nrl.backends.hf.recording import Recording
 from nrl.backends.models.loading import build, skeleton
-from nrl.backends.models.moe_routers import Routers, places, replaying, routers, sizes
+from nrl.backends.models.moe_routers import Routers, layer_numbers, replay_routes, routers, sizes
 from nrl.errors import ModelError
 
 SIZES: dict[str, Any] = {
@@ -62,7 +62,7 @@ def of(kind: str, **fields: Any) -> Model:
 def test_routers_are_found_and_tried(model: Model, layers: tuple[int, ...]) -> None:
     module = skeleton(model)
     assert sizes(module) == Routers(len(layers), 2, 8)
-    assert places(module) == list(layers)
+    assert layer_numbers(module) == list(layers)
     assert all(x.is_meta for x in module.parameters())
 
 
@@ -146,18 +146,18 @@ def test_models_without_routes(module: nn.Module, told: str) -> None:
 
 
 def test_layers_with_several_routers() -> None:
-    assert places(Layered([], [Choice()], [Choice()])) == [1, 2]
+    assert layer_numbers(Layered([], [Choice()], [Choice()])) == [1, 2]
     with pytest.raises(
         ModelError, match=r"its routers are layers\.0\.0, layers\.0\.1, and not one to a numbered layer"
     ):
-        places(Layered([Choice(), Choice()]))
+        layer_numbers(Layered([Choice(), Choice()]))
 
 
 def test_a_forward_in_which_routers_do_not_run_once_each() -> None:
     module = Layered([Choice()], [Choice()])
     routes, hidden = torch.tensor([[[3, 1], [0, 2]]]).repeat(5, 1, 1), torch.randn(5, 3)
     own = module(hidden)
-    with replaying(module, routes):
+    with replay_routes(module, routes):
         found = module(hidden)
     for layer, (logits, weights, chosen) in enumerate(found):
         assert torch.equal(chosen, routes[:, layer])
@@ -166,7 +166,7 @@ def test_a_forward_in_which_routers_do_not_run_once_each() -> None:
         assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
 
     def replayed(*tokens: Tensor) -> None:
-        with replaying(module, routes):
+        with replay_routes(module, routes):
             for each in tokens:
                 module(each)
 
@@ -176,7 +176,7 @@ def test_a_forward_in_which_routers_do_not_run_once_each() -> None:
         replayed()
     with pytest.raises(ModelError, match=r"'layers\.0\.0' routes 4 tokens, and there are routes of 5; a model that"):
         replayed(hidden[1:])
-    with replaying(module, routes, again=True):
+    with replay_routes(module, routes, again=True):
         pass
     assert not any("forward" in vars(router) for router in routers(module).values())
 
@@ -185,7 +185,7 @@ def test_what_stood_in_the_place_of_a_forward_stands_there_again() -> None:
     module = Layered([Choice()])
     (router,) = routers(module).values()
     router.forward = stand_in = lambda hidden, own=router.forward: own(hidden)
-    with replaying(module, torch.tensor([[[3, 1]]])):
+    with replay_routes(module, torch.tensor([[[3, 1]]])):
         assert module(torch.randn(1, 3))[0][2].tolist() == [[3, 1]]
     assert router.forward is stand_in
 
@@ -195,10 +195,10 @@ def test_a_recording_of_a_router_that_did_not_run() -> None:
     recording = Recording(module)
     with recording.on():
         own = module(torch.randn(5, 3))
-        assert torch.equal(recording.taken(), torch.stack([each[2] for each in own], 1).short())
+        assert torch.equal(recording.take_routes(), torch.stack([each[2] for each in own], 1).short())
         module.layers[0][0](torch.randn(5, 3))  # type: ignore[index]
         with pytest.raises(ModelError, match=r"the router 'layers\.1\.0' did not run in a forward, so there is no"):
-            recording.taken()
+            recording.take_routes()
 
 
 def test_the_probe_leaves_a_model_as_it_is() -> None:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from nrl.backends.models.shards import Filling, Joining, common, fill, whole, wholes
+from nrl.backends.models.shards import ShardAssembler, ShardLoader, fill, full_shard, full_shards, overlap
 from nrl.backends.training import weight_stream
-from nrl.backends.training.weight_stream import Reading, next_bucket, received, whole_weights
+from nrl.backends.training.weight_stream import WeightStream, iter_full_weights, next_bucket, receive_bucket
 from nrl.backends.types import Piece
 from nrl.errors import CorruptedTransfer, ModelError
 from nrl.runtime.transfer import by_value
@@ -63,11 +63,11 @@ def cut(draw: st.DrawFn, tensors: dict[str, Tensor], n: int) -> list[list[Piece]
 
 def sent(processes: Sequence[Sequence[Piece]]) -> Iterator[list[Piece]]:
     """What arrives, bucket by bucket."""
-    readings, more = [Reading(pieces) for pieces in processes], True
+    readings, more = [WeightStream(pieces) for pieces in processes], True
     while more:
         each = [next_bucket("test", by_value, False, one) for one in readings]
         more = any(going_on for _, going_on in each)
-        yield list(received([result for result, _ in each]))
+        yield list(receive_bucket([result for result, _ in each]))
 
 
 @given(st.data(), st.integers(1, 4), st.integers(1, 4), st.sampled_from([1, 100, 10_000]))
@@ -80,12 +80,12 @@ def test_each_number_arrives_once_in_its_place(data: st.DataObject, n: int, m: i
         buckets = list(sent(source))
     assert sum(piece.tensor.numel() for bucket in buckets for piece in bucket) == sum(map(prod, SHAPES.values()))
     for number, own in enumerate(data.draw(cut(empty, m))):  # views of one tensor: together they have to fill it
-        filling = Filling({piece.name: piece for piece in own}, "test")
+        filling = ShardLoader({piece.name: piece for piece in own}, "test")
         for bucket in buckets:
             filling.add([piece for piece in bucket if piece.name != "scale" or number == 0])
         filling.end()
     assert all(torch.equal(empty[name], x) for name, x in expected.items())
-    joining = Joining()
+    joining = ShardAssembler()
     joined = {name: x for bucket in buckets for name, x in joining.add(bucket)}
     joining.end("test")
     assert joined.keys() == expected.keys()
@@ -105,49 +105,51 @@ def test_fused_and_tied_weights() -> None:
 
     senders = [fused(rank, 2) for rank in range(2)]
     for rank, (_, own) in enumerate(senders):
-        fill(own, [whole("q", q), whole("k", k), whole("v", v)], who="test")
+        fill(own, [full_shard("q", q), full_shard("k", k), full_shard("v", v)], caller="test")
         assert own["v"].tensor.equal(v[2 * rank : 2 * rank + 2])
     for rank in range(4):
         held, own = fused(rank, 4)
-        fill(own, [piece for _, pieces in senders for piece in pieces.values()], who="test")
+        fill(own, [piece for _, pieces in senders for piece in pieces.values()], caller="test")
         assert held.equal(torch.stack([q[rank], k[rank], v[rank]]))
     embedding = torch.zeros(2)
-    tied = wholes({"embed": embedding, "head": embedding})
+    tied = full_shards({"embed": embedding, "head": embedding})
     assert tied["embed"] is tied["head"]
-    fill(tied, [whole("head", torch.ones(2))], who="test")
+    fill(tied, [full_shard("head", torch.ones(2))], caller="test")
     assert embedding.equal(torch.ones(2))
     halves = [
         Piece(name, (2,), (slice(i, i + 1),), torch.full((1,), 2.0)) for i in (0, 1) for name in ("embed", "head")
     ]
-    fill(tied, halves, who="test")  # of both names, in turns
+    fill(tied, halves, caller="test")  # of both names, in turns
     with pytest.raises(ModelError, match=r"test: 'head' came twice with different values, or is tied to another"):
-        fill(tied, [*halves[:-1], attrs.evolve(halves[-1], tensor=torch.zeros(1))], who="test")
+        fill(tied, [*halves[:-1], attrs.evolve(halves[-1], tensor=torch.zeros(1))], caller="test")
 
 
 def test_what_is_missing_or_overlaps_is_said() -> None:
     def own() -> dict[str, Piece]:
-        return {"a": whole("a", torch.zeros(4)), "b": whole("b", torch.zeros(2))}
+        return {"a": full_shard("a", torch.zeros(4)), "b": full_shard("b", torch.zeros(2))}
 
     def rows(first: int, last: int) -> Piece:
         return Piece("a", (4,), (slice(first, last),), torch.ones(last - first))
 
-    b = whole("b", torch.ones(2))
+    b = full_shard("b", torch.ones(2))
     with pytest.raises(ModelError, match="test: 1 weights did not arrive: b; send all of them"):
-        fill(own(), [rows(0, 4)], who="test")
+        fill(own(), [rows(0, 4)], caller="test")
     for pieces in ([rows(0, 3), b], [rows(0, 3), rows(2, 4), b], [rows(0, 2), rows(1, 3), b]):
         with pytest.raises(ModelError, match="test: of a not every number came, or one came twice; the pieces"):
-            fill(own(), pieces, who="test")
+            fill(own(), pieces, caller="test")
     with pytest.raises(ModelError, match="test: the model has no weight 'c'"):
-        fill(own(), [whole("c", torch.ones(1))], who="test")
+        fill(own(), [full_shard("c", torch.ones(1))], caller="test")
     with pytest.raises(ModelError, match="weights: of a not every number came, or one came twice"):
-        list(Joining().add([rows(0, 2), rows(1, 3)]))
+        list(ShardAssembler().add([rows(0, 2), rows(1, 3)]))
     with pytest.raises(CorruptedTransfer, match="transfer: 'a' came from two processes; one has to speak for it"):
-        received([next_bucket("test", by_value, False, Reading([whole("a", torch.zeros(4))]))[0] for _ in range(2)])
-    joining = Joining()
+        receive_bucket(
+            [next_bucket("test", by_value, False, WeightStream([full_shard("a", torch.zeros(4))]))[0] for _ in range(2)]
+        )
+    joining = ShardAssembler()
     assert list(joining.add([rows(0, 3)])) == []
     with pytest.raises(ModelError, match="test: 1 weights did not arrive: a"):
         joining.end("test")
-    assert common(rows(0, 1), rows(1, 2)) is None
+    assert overlap(rows(0, 1), rows(1, 2)) is None
 
 
 def gathering(mesh: DeviceMesh | None, size: int) -> dict[str, Tensor]:
@@ -157,12 +159,12 @@ def gathering(mesh: DeviceMesh | None, size: int) -> dict[str, Tensor]:
     for name, tensor in coded().items():
         every = tuple(slice(0, n) for n in tensor.shape)
         if not tensor.ndim:
-            found += [whole(name, tensor)] if rank == 1 else []
+            found += [full_shard(name, tensor)] if rank == 1 else []
             continue
         rows = max(tensor.shape[0] - 1, 0)
         place = slice(0, rows) if rank == 0 else slice(rows, tensor.shape[0]) if rank == 1 else slice(0, 0)
         found.append(Piece(name, tuple(tensor.shape), (place, *every[1:]), tensor[place]))
-    return dict(whole_weights(found, "test", mesh["dp"].get_group()))
+    return dict(iter_full_weights(found, "test", mesh["dp"].get_group()))
 
 
 @pytest.mark.parametrize("size", [1, 10_000])
@@ -174,5 +176,5 @@ def test_processes_put_whole_weights_together(three: Processes, size: int) -> No
 
 
 def test_a_piece_is_a_value() -> None:
-    piece = whole("a", torch.zeros(2))
+    piece = full_shard("a", torch.zeros(2))
     assert attrs.evolve(piece, name="b").index == piece.index == (slice(0, 2),)

@@ -13,8 +13,8 @@ from transformers.core_model_loading import Chunk, Interleave, Transpose, Weight
 from nrl.backends import Model
 from nrl.backends.models import lazy_weights, loading, weight_layout
 from nrl.backends.models.named_weights import weights
-from nrl.backends.models.shards import fill, whole
-from nrl.backends.models.weight_layout import Part, cut, in_files, parts
+from nrl.backends.models.shards import fill, full_shard
+from nrl.backends.models.weight_layout import FilePart, find_parts, map_to_files, split_for_files
 from nrl.backends.types import Piece
 from tests.properties.strategies import TINY
 
@@ -52,22 +52,22 @@ def view_of(draw: st.DrawFn, tensor: Tensor, block: tuple[slice, ...]) -> Tensor
 def test_a_view_is_found_and_each_number_comes_back_to_its_place(data: st.DataObject) -> None:
     own = data.draw(tensors())
     views = {f"part {i}": view_of(data.draw, own, block) for i, block in enumerate(grid(data.draw, own))}  # type: ignore[arg-type]
-    found: list[Part] = []
+    found: list[FilePart] = []
     for name, view in views.items():
-        part = weight_layout._part(name, own, view)
+        part = weight_layout._match_view(name, own, view)
         assert part is not None
         found.append(part)
-    assert weight_layout._covered(own, found)
-    assert weight_layout._covered(own, found[1:]) is False
-    assert weight_layout._covered(own, [*found, found[0]]) is False
+    assert weight_layout._cover_exactly(own, found)
+    assert weight_layout._cover_exactly(own, found[1:]) is False
+    assert weight_layout._cover_exactly(own, [*found, found[0]]) is False
     mine = [Piece("own", tuple(own.shape), block, own[block]) for block in grid(data.draw, own)]  # type: ignore[arg-type]
-    there = {name: whole(name, torch.full(view.shape, -1.0)) for name, view in views.items()}
-    pieces = [piece for piece in cut(mine, {"own": found}) if piece.tensor.numel()]
+    there = {name: full_shard(name, torch.full(view.shape, -1.0)) for name, view in views.items()}
+    pieces = [piece for piece in split_for_files(mine, {"own": found}) if piece.tensor.numel()]
     assert all(piece.tensor.untyped_storage()._cdata == own.untyped_storage()._cdata for piece in pieces)
-    fill(there, pieces, who="test")
+    fill(there, pieces, caller="test")
     assert all(torch.equal(there[name].tensor, view) for name, view in views.items())
     again = torch.full_like(own, -1)
-    fill(in_files({"own": whole("own", again)}, {"own": found}), there.values(), who="test")
+    fill(map_to_files({"own": full_shard("own", again)}, {"own": found}), there.values(), caller="test")
     assert torch.equal(again, own)
 
 
@@ -83,7 +83,7 @@ def test_a_view_is_found_and_each_number_comes_back_to_its_place(data: st.DataOb
     ids=["steps", "diagonal", "other shape", "across rows", "one number"],
 )
 def test_a_view_that_is_no_block(view: Tensor) -> None:
-    assert weight_layout._part("name", torch.zeros(4, 4), view) is None
+    assert weight_layout._match_view("name", torch.zeros(4, 4), view) is None
 
 
 def built(*conversions: WeightConverter) -> Any:
@@ -94,13 +94,13 @@ def built(*conversions: WeightConverter) -> Any:
 
 def test_what_transformers_turns() -> None:
     module = built(WeightConverter("attention.query", "self_attn.q_proj.weight", [Transpose(0, 1)]))
-    found = parts(module)
+    found = find_parts(module)
     (part,) = found[Q]
     assert (part.name, part.dims) == ("model.layers.0.attention.query", (1, 0))
     q = weights(module)[Q].detach()
-    (piece,) = cut([whole(Q, q)], found)
+    (piece,) = split_for_files([full_shard(Q, q)], found)
     assert torch.equal(piece.tensor, q.T)
-    assert found is parts(module)  # once
+    assert found is find_parts(module)  # once
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_what_transformers_turns() -> None:
 def test_what_is_no_block_is_taken_as_it_is(conversion: WeightConverter) -> None:
     module = built(conversion)
     own = {name: tuple(x.shape) for name, x in weights(module).items()}
-    assert {name: [(part.name, part.shape) for part in each] for name, each in parts(module).items()} == {
+    assert {name: [(part.name, part.shape) for part in each] for name, each in find_parts(module).items()} == {
         name: [(name, shape)] for name, shape in own.items()
     }
 
@@ -125,13 +125,13 @@ def test_files_that_are_joined_already_are_read_as_they_are(tmp_path: Any) -> No
     module: Any = loading.build(Model(experts))
     module._weight_conversions = []
     loading.save_model(module, tmp_path)
-    read, whole_model = lazy_weights.unread(Model(str(tmp_path))), loading.build(Model(str(tmp_path)))
+    read, whole_model = lazy_weights.build_lazy(Model(str(tmp_path))), loading.build(Model(str(tmp_path)))
     assert read is not None
-    assert parts(read.module).keys() == parts(whole_model).keys()
+    assert find_parts(read.module).keys() == find_parts(whole_model).keys()
     for name, x in weights(whole_model).items():
         assert (
-            [part.name for part in parts(read.module)[name]]
-            == [part.name for part in parts(whole_model)[name]]
+            [part.name for part in find_parts(read.module)[name]]
+            == [part.name for part in find_parts(whole_model)[name]]
             == [name]
         )
-        assert torch.equal(read.read(name), x)
+        assert torch.equal(read.load(name), x)

@@ -20,7 +20,7 @@ import torch
 import nrl
 from nrl.backends import Sampling, adamw, fsdp, openai
 from nrl.backends.openai import EndpointSampler
-from nrl.backends.openai.several import Servers
+from nrl.backends.openai.several import ServerGroup
 from nrl.backends.types import Model
 from nrl.errors import GenerationError
 from tests.backends.openai.test_openai import LAWS
@@ -123,7 +123,7 @@ def test_what_vllm_refuses(real: Real) -> None:
     with pytest.raises(GenerationError, match="status 401: .*; give the server's key"):
         openai.sampler(real.url, model(), api_key="wrong")
     sampler = real.sampler()
-    wrong = attrs.evolve(sampler, servers=Servers([attrs.evolve(sampler.endpoint, name="huge")]))
+    wrong = attrs.evolve(sampler, servers=ServerGroup([attrs.evolve(sampler.endpoint, name="huge")]))
     with pytest.raises(GenerationError, match=r"status 404: .*`huge` does not exist.*; look whether the address"):
         wrong.generate([[5]]).result(300)
 

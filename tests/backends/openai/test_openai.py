@@ -28,7 +28,7 @@ from nrl.backends.openai import EndpointSampler, client
 from nrl.data import tasks
 from nrl.envs import Environment, Step, Task, exact, single_turn
 from nrl.errors import ClusterError, GenerationError, LostRequest, ModelError
-from nrl.runtime.threads import beside
+from nrl.runtime.threads import run_in_loop
 from tests.backends.sampling import test_samplers as contract
 from tests.backends.sampling.test_samplers import PROMPTS, Made, ids, model
 from tests.processes import settled
@@ -557,7 +557,7 @@ def test_a_password_in_the_address_is_sent_and_said_nowhere(local: Any, monkeypa
                 call()
             said.append(str(it.value))
     with pytest.raises(ClusterError) as gone:
-        beside(attrs.evolve(sampler.endpoint.server, url=url).ask("/models")).result()
+        run_in_loop(attrs.evolve(sampler.endpoint.server, url=url).ask("/models")).result()
     with pytest.raises(ValueError, match="the url is 'localhost'") as wrong:
         openai.sampler("me:hunter@2@localhost", model())
     assert logins == {"Basic " + base64.b64encode(b"me:hunter@2").decode()}
@@ -784,4 +784,4 @@ def test_a_config_is_read_without_weights(tmp_path: Path) -> None:
 
 def test_excerpts_and_waits() -> None:
     assert [client._seconds(each) for each in ("3", None, "Wed, 21 Oct 2026 07:28:00 GMT")] == [3.0, 0.0, 0.0]
-    assert client._trusted() is client._trusted()
+    assert client._load_certificates() is client._load_certificates()

@@ -53,7 +53,7 @@ def sampler(request: pytest.FixtureRequest, slots: Slots) -> Any:
 
 
 def engine_of(sampler: Any) -> Any:
-    return sampler._seats[0]._there.values[0].value
+    return sampler._replicas[0]._handles.values[0].value
 
 
 def test_equal_tokens_with_other_pictures_are_other_prompts(sampler: EnginePool) -> None:

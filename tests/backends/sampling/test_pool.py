@@ -27,8 +27,8 @@ from nrl.backends.hf.hf_engine import HfEngine
 from nrl.backends.sampling import pool
 from nrl.backends.sampling.pool import StreamingEnginePool
 from nrl.backends.sampling.prefix_router import Router
-from nrl.backends.sampling.replica import Seat
-from nrl.backends.sampling.weights import Weights, say
+from nrl.backends.sampling.replica import EngineReplica
+from nrl.backends.sampling.weight_delivery import Weights, say
 from nrl.backends.training import weight_stream
 from nrl.batch import Batch
 from nrl.errors import (
@@ -43,7 +43,7 @@ from nrl.errors import (
     PlacementError,
 )
 from nrl.runtime import Cluster, Mesh, P, cluster, shard_map
-from nrl.runtime.mesh.local import LocalCluster, _ThisProcess
+from nrl.runtime.mesh.local import LocalCluster, _LocalProcesses
 from nrl.runtime.trace import timeline
 from tests.processes import settled
 from tests.weights import bucket_of
@@ -198,15 +198,15 @@ def test_requests_are_placed_as_if_each_were_placed_alone(data: st.DataObject) -
 
 
 def test_the_load_of_an_engine_is_looked_at_once_for_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: list[Seat] = []
-    load = Seat.load
+    looks: list[EngineReplica] = []
+    load = EngineReplica.load
 
-    def counted(seat: Seat) -> list[float]:
-        looks.append(seat)
-        return load.__get__(seat)  # type: ignore[no-any-return]
+    def counted(replica: EngineReplica) -> list[float]:
+        looks.append(replica)
+        return load.__get__(replica)  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(Seat, "load", property(counted))
-    monkeypatch.setattr(StreamingEnginePool, "_work_where_wanted", lambda self: None)
+    monkeypatch.setattr(EngineReplica, "load", property(counted))
+    monkeypatch.setattr(StreamingEnginePool, "_start_work", lambda self: None)
     with cluster("local") as entered:
         sampler = sampler_on(entered, 8)
         sampler.stream([[place] for place in range(64)], range(64), LONG)
@@ -327,7 +327,7 @@ def test_an_engine_whose_host_is_gone_is_given_up_because_of_that(
     def nowhere(*_: Any) -> Any:
         raise PlacementError("node 10.0.0.3 of its slots is gone")
 
-    monkeypatch.setattr(_ThisProcess, "ended", True)
+    monkeypatch.setattr(_LocalProcesses, "ended", True)
     monkeypatch.setattr(LocalCluster, "start", nowhere)
     ENGINES[0].raises.append(LostActor("generate", "engine 0", 0, "10.0.0.3", "its node is gone"))
     error = sampler.stream([[5]], [0])[0].exception(60)
@@ -358,7 +358,7 @@ def dies(sampler: StreamingEnginePool, monkeypatch: pytest.MonkeyPatch, says: in
     monkeypatch.setattr(HfEngine, "advance", die)
     SAID.clear()
     (row,) = sampler.stream([[5]], [0])
-    settled(lambda: sampler._tended and all(seat.state != "empty" for seat in sampler._seats), 60)
+    settled(lambda: sampler._tended and all(replica.state != "empty" for replica in sampler._replicas), 60)
     assert not settled(lambda: len(SAID) < says, 60)
     return row
 
@@ -411,11 +411,11 @@ def test_an_engine_that_computes_otherwise_after_a_start_leaves_the_others_alone
     does_not_serve = "what was started again does not serve before the next publish. publish: with the weights"
     with pytest.warns(UserWarning, match="an engine was lost"), pytest.warns(UserWarning, match=does_not_serve):
         assert dies(sampler, monkeypatch, says=2).result(60).version == 1
-    assert sorted(seat.state for seat in sampler._seats) == ["empty", "serving"]
+    assert sorted(replica.state for replica in sampler._replicas) == ["empty", "serving"]
     assert len(sampler.generate([[5], [6], [7]]).result(60)) == 3
     monkeypatch.setattr(HfEngine, "add", add)
     nrl.publish(params, sampler)
-    assert [seat.state for seat in sampler._seats] == ["serving"] * 2
+    assert [replica.state for replica in sampler._replicas] == ["serving"] * 2
     assert len(sampler.everywhere([5], SHORT).result(60)) == 2
 
 
@@ -438,7 +438,7 @@ def test_an_engine_whose_weights_are_consumed_before_it_is_given_them_gets_the_n
 
 
 class Failed:
-    """A bucket whose trainer has raised while it made it; as a `nrl.runtime.mesh.futures.Coming`."""
+    """A bucket whose trainer has raised while it made it; as a `nrl.runtime.mesh.futures.RemoteFuture`."""
 
     rows = like = None
     error = RuntimeError("the trainer is out of memory")
@@ -475,7 +475,7 @@ def test_what_a_trainer_raises_is_not_taken_for_the_death_of_an_engine(here: Clu
     sampler = sampler_on(here)
     with pytest.raises(RuntimeError, match="the trainer is out of memory"):
         sampler.receive([Failed()], 1)
-    assert (sampler._seats[0].state, len(ENGINES)) == ("empty", 1)
+    assert (sampler._replicas[0].state, len(ENGINES)) == ("empty", 1)
     with pytest.raises(GenerationError, match=r"incomplete since the last receive \(the trainer is out of memory\)"):
         sampler.generate([[5]])
 
@@ -483,22 +483,22 @@ def test_what_a_trainer_raises_is_not_taken_for_the_death_of_an_engine(here: Clu
 @pytest.mark.filterwarnings("ignore:.*an engine was lost")
 def test_engines_that_are_being_started_are_not_waited_for(here: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither by those who publish, nor by those who ask, unless there is no other."""
-    sampler, again, restart = sampler_on(here, 2), threading.Event(), Seat.restart
+    sampler, again, restart = sampler_on(here, 2), threading.Event(), EngineReplica.restart
 
-    def late(seat: Seat, *args: Any) -> None:
+    def late(replica: EngineReplica, *args: Any) -> None:
         again.wait(60)
-        restart(seat, *args)
+        restart(replica, *args)
 
-    monkeypatch.setattr(Seat, "restart", late)
+    monkeypatch.setattr(EngineReplica, "restart", late)
     ENGINES[0].raises.append(RuntimeError("no"))
     (row,) = sampler._ask([[5]], [0], SHORT, [0])
     assert tokens(row) == [0]  # elsewhere
     sampler.receive([[]], 1)
-    assert [seat.state for seat in sampler._seats] == ["starting", "serving"]
+    assert [replica.state for replica in sampler._replicas] == ["starting", "serving"]
     assert len(sampler.everywhere([5], SHORT).result(60)) == 1
     ENGINES[1].raises.append(RuntimeError("no"))
     both: Any = sampler.everywhere([5], SHORT)
-    settled(lambda: sampler._seats[1].state != "starting", 60)
+    settled(lambda: sampler._replicas[1].state != "starting", 60)
     every: Any = sampler.everywhere([5], SHORT)
     time.sleep(0.2)
     assert not both.done()
@@ -514,7 +514,7 @@ def test_engines_without_weights_say_so(here: Cluster) -> None:
 
     def asked() -> Any:
         rows = sampler.stream([[5]], [0])
-        assert not settled(lambda: sampler._seats[0].state != "empty", 60)
+        assert not settled(lambda: sampler._replicas[0].state != "empty", 60)
         assert not settled(lambda: not SAID, 60)
         return rows[0]
 
@@ -662,13 +662,13 @@ def test_an_engine_that_dies_when_its_weights_are_consumed_gets_the_next(on_ray:
     state = trainer.init()
     nrl.publish(state.params, sampler)
     state, _ = trainer.train_step(sft_loss)(state, batch_of())
-    kill(sampler._seats[0].mesh)
+    kill(sampler._replicas[0].mesh)
     future: Any = sampler.generate([[5]])
 
     def empty() -> bool:
-        settled(lambda: sampler._seats[0].state != "empty", 100)
+        settled(lambda: sampler._replicas[0].state != "empty", 100)
         assert not settled(lambda: not SAID, 60)
-        return sampler._seats[0].state == "empty"
+        return sampler._replicas[0].state == "empty"
 
     lost = "an engine was lost, and it has been started again; 1 requests were asked.*requests wait for the next pub"
     with pytest.warns(UserWarning, match=lost):
@@ -679,7 +679,7 @@ def test_an_engine_that_dies_when_its_weights_are_consumed_gets_the_next(on_ray:
     kill(mesh)
     with pytest.raises(LostActor, match="faults: trainer"):
         nrl.publish(trainer.load(), sampler)
-    assert sampler._seats[0].state == "empty"
+    assert sampler._replicas[0].state == "empty"
     with pytest.raises(GenerationError, match="incomplete since the last receive"):
         sampler.generate([[5]])
 
@@ -711,4 +711,4 @@ def test_a_rank_that_raises_while_others_decode(on_ray: Cluster) -> None:
     sampler = hf.sampler(mesh, tiny.model(), SHORT)
     mesh.processes.end(DeadlineExceeded("a call took too long"))
     assert len(sampler.generate([[5], [6]]).result(120)) == 2
-    assert sampler._seats[0].mesh is not mesh
+    assert sampler._replicas[0].mesh is not mesh

@@ -16,7 +16,7 @@ import nrl
 from nrl import tiny
 from nrl.algos import sft_loss
 from nrl.backends import Model, Params, Sampler, Sampling, adamw, fsdp, hf, vllm
-from nrl.backends.sampling.weights import Weights
+from nrl.backends.sampling.weight_delivery import Weights
 from nrl.backends.types import Bucket
 from nrl.batch import Batch
 from nrl.errors import (
@@ -95,9 +95,9 @@ def made(on: Cluster, kind: str, tied: bool) -> Made:
     assert sampler.capabilities.streams is (kind in STREAMING)
 
     def unfinished() -> int:
-        (seat,) = sampler._seats
+        (replica,) = sampler._replicas
         left: list[int] = from_all(
-            seat.mesh, "unfinished", lambda engine: engine._engine.get_num_unfinished_requests(), seat._there
+            replica.mesh, "unfinished", lambda engine: engine._engine.get_num_unfinished_requests(), replica._handles
         )
         return max(left)
 
@@ -240,7 +240,7 @@ def test_weights_that_are_not_its_own_are_refused(it: Made) -> None:
 @pytest.mark.parametrize("it", kinds("vllm"), indirect=True)
 def test_samples_of_a_prompt_share_its_prefill(it: Made) -> None:
     """By vLLM's own counters: all but the first find its full blocks, of 32 tokens, read already."""
-    (seat,) = it.sampler._seats
+    (replica,) = it.sampler._replicas
 
     def count(engine: Any) -> None:
         stats = importlib.import_module("vllm.v1.metrics.stats")
@@ -253,10 +253,10 @@ def test_samples_of_a_prompt_share_its_prefill(it: Made) -> None:
         return found.requests, found.queries, found.hits
 
     nrl.publish(it.params(1), it.sampler)  # nothing has been read with these
-    from_all(seat.mesh, "count", count, seat._there)
+    from_all(replica.mesh, "count", count, replica._handles)
     prompt = [(11 * place) % 60 + 5 for place in range(12 * 32 + 20)]
     rows = it.sampler.generate([prompt] * 8, sampling=SHORT).result()
-    found = from_all(seat.mesh, "counted", counted, seat._there)
+    found = from_all(replica.mesh, "counted", counted, replica._handles)
     assert set(found) == {(8, 8 * len(prompt), 7 * 12 * 32)}
     assert len({tuple(row.token_ids.tolist()) for row in rows}) > 1
 
@@ -405,7 +405,11 @@ def without(it: Made, name: str) -> Iterator[None]:
     ("left_out", "check", "stale"),
     [
         ("repack", "check_head", "vLLM computes it from older ones: the layout of its weights is stale"),
-        ("forget", "check_forgotten", r"\d+ blocks of keys and values that were computed with older weights are stale"),
+        (
+            "reset_cache",
+            "check_cache_reset",
+            r"\d+ blocks of keys and values that were computed with older weights are stale",
+        ),
     ],
 )
 def test_what_vllm_would_pass_over_in_silence_is_found(it: Made, left_out: str, check: str, stale: str) -> None:
@@ -452,7 +456,7 @@ def test_bfloat16_is_checked_by_the_bit(it: Made) -> None:
     rows = sampler.generate(PROMPTS).result()
     for found, expected in zip(rows, by_the_trainer(params, rows), strict=True):
         torch.testing.assert_close(found.logprobs, expected, atol=0.1, rtol=0)
-    (mesh,) = (seat.mesh for seat in sampler._seats)
+    (mesh,) = (replica.mesh for replica in sampler._replicas)
     shard_map(nudge, mesh, (), P())().result()
     with pytest.raises(WeightMismatch, match=r"vLLM holds another 'model\.norm\.weight' than the one that came"):
         nrl.publish(params, sampler)

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from nrl import tiny
 from nrl.algos import sft_loss, token_mean
 from nrl.backends import adamw, fsdp
-from nrl.backends.training.determinism import make_deterministic, refusing
+from nrl.backends.training.determinism import explain_refusals, make_deterministic
 from nrl.batch import Batch
 from nrl.batch.metrics import Mean, Metrics
 from nrl.errors import ConfigError, NotDeterministic
@@ -58,9 +58,9 @@ def test_it_is_in_force(slots: Slots) -> None:
 
 def test_an_operation_of_the_step_itself_is_refused() -> None:
     make_deterministic()
-    with pytest.raises(NotDeterministic, match=r"^forward: .* torch refuses put_"), refusing("forward"):
+    with pytest.raises(NotDeterministic, match=r"^forward: .* torch refuses put_"), explain_refusals("forward"):
         torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))
-    with pytest.raises(RuntimeError, match="^another$"), refusing("forward"):
+    with pytest.raises(RuntimeError, match="^another$"), explain_refusals("forward"):
         raise RuntimeError("another")
 
 

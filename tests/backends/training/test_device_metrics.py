@@ -11,16 +11,16 @@ from nrl import tiny
 from nrl.algos import sft_loss
 from nrl.backends import Model, adamw, fsdp
 from nrl.backends.models import lora
-from nrl.backends.training.device_metrics import FLOPS, measuring
+from nrl.backends.training.device_metrics import FLOPS, begin_measuring
 from nrl.backends.training.flops import Cost, cost, step_flops
-from nrl.backends.training.layout.microbatch_plan import plan, predicted
+from nrl.backends.training.layout.microbatch_plan import plan, predicted_mask
 from nrl.batch import Batch
 from nrl.batch.metrics import Metrics, Sum, finalize, merge
 from nrl.batch.packed_rows import Rectangles, Sequences
-from nrl.ops.plan.analytic import closed_flops
+from nrl.ops.plan.analytic import count_flops
 from nrl.runtime import Cluster
 from nrl.runtime.device_specs import PEAKS, peak
-from nrl.runtime.mesh.current_process import Process, entered, idle, perform, process
+from nrl.runtime.mesh.current_process import Process, enter_process, measure_idle, perform, process
 from nrl.runtime.mesh.processes import Out
 from nrl.runtime.mesh.rpc import from_all
 from nrl.runtime.trace import measured
@@ -36,7 +36,7 @@ def test_flops_are_those_of_the_closed_form() -> None:
     assert found is not None
     tied = TINY | {"tie_word_embeddings": True}
     assert cost(lora.skeleton(Model(tied), dtype=torch.float32)) == found  # a tied head multiplies as another does
-    assert found.token * 100 + found.output * 30 == closed_flops(TINY, tokens=100, outputs=30)
+    assert found.token * 100 + found.output * 30 == count_flops(TINY, tokens=100, outputs=30)
     heads, size = TINY["num_attention_heads"], TINY["head_dim"]
     assert found.scores == ((12.0 * heads * size, None),) * TINY["num_hidden_layers"]
 
@@ -80,7 +80,7 @@ def test_pairs_are_counted_as_a_loop_counts_them(packing: Any) -> None:
     ids[1, :5] = ids[0, :5]
     mask = torch.arange(9) < torch.tensor([9, 7, 0])[:, None]
     batch = Batch({"input_ids": ids, "attention_mask": mask}, batch_size=[3]).lock_()
-    work = plan(batch, predicted(batch), packing, words=30)
+    work = plan(batch, predicted_mask(batch), packing, words=30)
     seen = set()
     pairs = {None: 0, 3: 0}
     for row in range(3):
@@ -123,8 +123,8 @@ class Gpu:
 
 def on_rank(rank: int, seconds: float, clock: list[float]) -> Metrics:
     found: Metrics = {"tokens": Sum(torch.tensor(600)), FLOPS: Sum(torch.tensor(989e12)), "loss": Sum(torch.ones(()))}
-    with entered(Process(rank, 2, None, f"mesh {rank}")):
-        ended = measuring()
+    with enter_process(Process(rank, 2, None, f"mesh {rank}")):
+        ended = begin_measuring()
         clock[0] += seconds
         return ended(found)
 
@@ -160,9 +160,9 @@ def test_a_process_is_idle_between_its_calls(monkeypatch: pytest.MonkeyPatch) ->
     def takes(seconds: float, asks: bool = False) -> Any:
         begun = clock[0]
         clock[0] += seconds
-        return idle(begun, clock[0]) if asks else None
+        return measure_idle(begun, clock[0]) if asks else None
 
-    with entered(Process(mesh="of this test")):
+    with enter_process(Process(mesh="of this test")):
         perform("init", takes, [1.0], Out.first)  # the first call: from here on
         clock[0] += 2.0
         assert perform("step", takes, [3.0, True], Out.first) == [(2.0, 6.0)]
@@ -180,12 +180,12 @@ def test_a_step_tells_it() -> None:
         trainer = fsdp.trainer(here.reserve(1), tiny.model(), adamw(lr=1e-3))
         step, state = trainer.train_step(sft_loss), trainer.init()
         state, _ = step(state, tiny.sums(8).take(1)[0])
-        measured.taken()
+        measured.take()
         time.sleep(0.3)
         state, metrics = step(state, tiny.sums(8).take(1)[0])
     tokens_of = metrics.result()["tokens"][0]
     assert not any(name.startswith("device/") for name in metrics.result())  # they are the same each time
-    found = measured.taken()
+    found = measured.take()
     assert {name for name in found if name.startswith("device/")} == {
         "device/tokens_per_second", "device/tflops", "device/idle"
     }  # fmt: skip
@@ -205,9 +205,9 @@ def test_two_processes_tell_it_and_are_deterministic(on_ray: Cluster) -> None:
     step, state = trainer.train_step(sft_loss), trainer.init()
     state, first = step(state, tiny.sums(8).take(1)[0])
     first.result()
-    measured.taken()
+    measured.take()
     state, metrics = step(state, tiny.sums(8).take(1)[0])
-    numbers, found = metrics.result(), measured.taken()
+    numbers, found = metrics.result(), measured.take()
     tokens, seconds = tuple(found["device/tokens_per_second"])
     assert tokens == numbers["tokens"][0]  # of both, once
     waited, since = tuple(found["device/idle"])

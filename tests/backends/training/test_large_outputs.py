@@ -21,7 +21,7 @@ from nrl.backends import Model, Optimizer, adamw, fsdp
 from nrl.backends.models import lora
 from nrl.backends.models.named_weights import named_tensors, weights
 from nrl.backends.training.layout import microbatch_plan
-from nrl.backends.training.loss.loss_checks import check_law
+from nrl.backends.training.loss.loss_checks import check_loss_is_additive
 from nrl.backends.training.loss.loss_terms import global_weights
 from nrl.backends.training.outputs import head_chunks
 from nrl.backends.training.outputs.head_functions import linear_logits, map_logits
@@ -482,9 +482,9 @@ def test_the_law_of_rows_holds_for_them(numbers: int, monkeypatch: pytest.Monkey
     monkeypatch.setattr("nrl.backends.training.loss.loss_terms._NUMBERS", numbers)
     for loss in (loss_of_all, loss_of_functions, add((1.0, sft_loss), (0.5, loss_of_functions))):
         weights = global_weights(loss, batch, always=always, widths=widths)
-        assert check_law(loss, batch, weights, always, widths)
+        assert check_loss_is_additive(loss, batch, weights, always, widths)
     assert global_weights(loss_of_functions, batch) == {"loss": float(batch["loss_mask"].sum())}
     for loss, text in [(mixes_rows, "must not depend on other rows|A total must be a sum"), (counts_states, "weight")]:
         weights = global_weights(loss, batch, always=always, widths=widths)
         with pytest.raises(WeightError, match=text):
-            check_law(loss, batch, weights, always, widths)
+            check_loss_is_additive(loss, batch, weights, always, widths)

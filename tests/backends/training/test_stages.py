@@ -12,8 +12,8 @@ from torch import Tensor
 
 from nrl import P, shard_map
 from nrl.algos import Loss
-from nrl.backends.models.shards import Filling, whole
-from nrl.backends.training.saving.save_plan import ToSave
+from nrl.backends.models.shards import ShardLoader, full_shard
+from nrl.backends.training.saving.save_plan import SavePlan
 from nrl.backends.training.trainer import make_trainer
 from nrl.backends.types import Piece
 from nrl.batch import Batch, assign
@@ -41,11 +41,11 @@ class TwoStages:
     def init(self) -> Tensor:
         return torch.tensor([0.5 + self.stage], requires_grad=True)
 
-    def receive(self, state: Tensor) -> Filling:
+    def receive(self, state: Tensor) -> ShardLoader:
         """A stage has its own weight, and nothing of the other one."""
         mine, other = NAMES[self.stage], NAMES[1 - self.stage]
         nothing = Piece(other, (1,), (slice(0, 0),), torch.empty(0))
-        return Filling({mine: whole(mine, state.detach()), other: nothing}, "trainer.init")
+        return ShardLoader({mine: full_shard(mine, state.detach()), other: nothing}, "trainer.init")
 
     def params(self, state: Tensor) -> Tensor:
         return state
@@ -106,9 +106,9 @@ class TwoStages:
     def pieces(self, params: Tensor) -> Iterator[Piece]:
         """Each stage has its own; of its two copies the first speaks."""
         if process().device_mesh.get_local_rank("dp") == 0:
-            yield whole(NAMES[self.stage], params.detach())
+            yield full_shard(NAMES[self.stage], params.detach())
 
-    def save(self, *args: Any) -> ToSave:
+    def save(self, *args: Any) -> SavePlan:
         raise NotImplementedError
 
     save_params = save

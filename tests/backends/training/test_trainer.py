@@ -226,7 +226,7 @@ def test_a_row_longer_than_max_tokens_is_an_error(cluster: Cluster) -> None:
         trainer.logprobs(state.params, batch_of())
     with pytest.raises(BatchError, match=r"4 tokens, more than max_tokens=3; raise max_tokens"):
         trainer.train_step(sft_loss)(state, batch_of())
-    assert not state.handle.consumed
+    assert not state.handle.is_consumed
 
 
 # a step
@@ -400,7 +400,7 @@ def test_a_column_that_is_not_finite(trainer: Trainer, bad: float) -> None:
     advantages[1, 2] = bad
     with pytest.raises(NotFinite, match=r"policy_loss.*'advantages' is NaN or infinite.*in rows \[1\]"):
         trainer.train_step(loss)(state, nrl.assign(batch, advantages=advantages))
-    assert not state.handle.consumed
+    assert not state.handle.is_consumed
     advantages[1, 2] = 1.0
     advantages[0, 0] = bad  # nobody trains on it
     state, metrics = trainer.train_step(loss)(state, nrl.assign(batch, advantages=advantages))
@@ -515,7 +515,7 @@ def test_the_state_of_another_trainer(cluster: Cluster) -> None:
         policy.logprobs(state.params, batch_of())
     with pytest.raises(ForeignState, match=r"logprobs: this frozen params belongs to critic|frozen params"):
         policy.logprobs(critic.load(), batch_of())
-    assert not state.handle.consumed
+    assert not state.handle.is_consumed
     copied = policy.init(state.params)  # weights may be copied across, though
     policy.train_step(sft_loss)(copied, batch_of())
     torch.testing.assert_close(critic.logprobs(state.params, batch_of()).result(), by_hand(batch_of()))

@@ -33,7 +33,7 @@ def spreads_and_shares(on: Cluster) -> None:
     model = tiny.model(initializer_range=0.2)
     sampler = vllm.sampler(slots, model, Sampling(max_new_tokens=200), tp=2, executable="vllm-cpu")
     mesh = slots.mesh(executable="system", name="placed: trainer")
-    assert [(seat.mesh.tp, seat.engines) for seat in sampler._seats] == [(2, 1)]
+    assert [(replica.mesh.tp, replica.engines) for replica in sampler._replicas] == [(2, 1)]
     for seed in (1, 2):
         trainer = fsdp.trainer(mesh, tiny.model(initializer_range=0.2, seed=seed), adamw(lr=1e-3))
         params = trainer.init().params

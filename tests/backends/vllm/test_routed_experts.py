@@ -44,12 +44,12 @@ def model() -> Model:
 
 
 def test_recorded_data_become_routes() -> None:
-    routed = RoutedExperts.of(model())
+    routed = RoutedExperts.of_model(model())
     assert routed == RoutedExperts([0, 2, 3], 3, 300)
-    found = routed.read(RECORDED, 5)
+    found = routed.parse(RECORDED, 5)
     assert found.dtype == torch.int16
     assert found.tolist() == [[token[0], token[2], token[3]] for token in RECORDED.tolist()]
-    small = RoutedExperts((0, 2, 3), 3, 256).read((RECORDED % 256).astype(np.uint8), 5)
+    small = RoutedExperts((0, 2, 3), 3, 256).parse((RECORDED % 256).astype(np.uint8), 5)
     assert small.tolist() == [[[x % 256 for x in layer] for layer in token] for token in found.tolist()]
 
 
@@ -66,12 +66,12 @@ def finished(recorded: Any) -> Any:
 
 
 def test_an_answer_has_routes_of_all_but_its_last_token() -> None:
-    routed = RoutedExperts.of(model())
+    routed = RoutedExperts.of_model(model())
     answer = vllm_engine._answer(finished(RECORDED), routed)
     assert isinstance(answer, Decoded)
     assert answer.token_ids.tolist() == [20, 21, 2]
     assert answer.routes is not None
-    assert torch.equal(answer.routes, routed.read(RECORDED, 5))
+    assert torch.equal(answer.routes, routed.parse(RECORDED, 5))
     plain = vllm_engine._answer(finished(None), None)
     assert isinstance(plain, Decoded)
     assert plain.routes is None
@@ -95,7 +95,7 @@ def test_an_answer_has_routes_of_all_but_its_last_token() -> None:
 )
 def test_data_of_another_form(recorded: Any, told: str) -> None:
     with pytest.raises(GenerationError, match=f"generate: vLLM's routed_experts {told}"):
-        RoutedExperts.of(model()).read(recorded, 5)
+        RoutedExperts.of_model(model()).parse(recorded, 5)
 
 
 def test_vllm_on_cpus_returns_none(local: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,17 +79,17 @@ def test_what_the_hub_has_is_read_where_it_lies(monkeypatch: pytest.MonkeyPatch,
     model = Model("someone/tiny", tokenizer=tokenizer)
     with monkeypatch.context() as patched:
         patched.setattr(vllm_engine, "build", None)
-        folder, stops = vllm_engine._written(model, tokenizer, tmp_path / "scratch")
+        folder, stops = vllm_engine._prepare_folder(model, tokenizer, tmp_path / "scratch")
     assert folder == tmp_path / "fetched"
     assert stops == tuple(sorted({7, 9, tokenizer.eos_token_id}))
     files = {"allow_patterns": ["*.json", "*.safetensors"], "ignore_patterns": ["original/*", "consolidated*"]}
     assert asked == [("someone/tiny", files)]
     assert "model.embed_tokens.weight" in vllm_engine._shapes(folder, True)
     with pytest.raises(ModelError, match="the files of 'nobody/none' cannot be had from the hub: there is no such nam"):
-        vllm_engine._written(Model("nobody/none"), tokenizer, tmp_path / "scratch")
+        vllm_engine._prepare_folder(Model("nobody/none"), tokenizer, tmp_path / "scratch")
 
 
 def test_what_has_no_files_that_vllm_reads_is_written(tmp_path: Path) -> None:
-    folder, _ = vllm_engine._written(tiny.model(), tiny.tokenizer(), tmp_path)
+    folder, _ = vllm_engine._prepare_folder(tiny.model(), tiny.tokenizer(), tmp_path)
     assert folder == tmp_path
     assert list(tmp_path.glob("*.safetensors"))

@@ -21,7 +21,7 @@ from nrl.algos import advantages, grpo_loss
 from nrl.backends import Params, Sampling, Trainer, adamw, fsdp, vllm
 from nrl.backends.engine import Request
 from nrl.backends.sampling.pool import StreamingEnginePool
-from nrl.backends.sampling.replica import Seat
+from nrl.backends.sampling.replica import EngineReplica
 from nrl.backends.types import Completion
 from nrl.batch import Batch
 from nrl.envs import Environment, Step, Task
@@ -65,7 +65,7 @@ def _of_the_first(pair: Pair) -> None:
 def decoding(sampler: StreamingEnginePool) -> None:
     """Wait until both engines decode."""
     until = time.monotonic() + 60
-    while not all(seat.under_way for seat in sampler._seats):
+    while not all(replica.under_way for replica in sampler._replicas):
         assert time.monotonic() < until
         time.sleep(0.01)
     time.sleep(0.3)
@@ -154,7 +154,7 @@ def test_engines_forget_what_is_cut(pair: Pair) -> None:
     groups = nrl.rollouts(pair.sampler, env, nrl.data.counting(lambda index: {}), n=8)
     [group] = nrl.cut(groups, 0.3).take(1)
     assert group["cut"].any()
-    assert settled(lambda: sum(seat.under_way for seat in pair.sampler._seats), 60) == 0
+    assert settled(lambda: sum(replica.under_way for replica in pair.sampler._replicas), 60) == 0
     assert nrl.rollout(pair.sampler, env, [{}], n=2, sampling=SHORT)["valid"].all()
 
 
@@ -167,8 +167,8 @@ def test_there_is_no_other_way(pair: Pair) -> None:
 # an engine that is killed
 
 
-def kill(seat: Seat) -> None:
-    pid = int(shard_map(lambda: torch.tensor(os.getpid()), seat.mesh, (), P())().result())
+def kill(replica: EngineReplica) -> None:
+    pid = int(shard_map(lambda: torch.tensor(os.getpid()), replica.mesh, (), P())().result())
     os.kill(pid, signal.SIGKILL)
 
 
@@ -178,15 +178,15 @@ def test_engines_that_are_killed_are_started_again(
 ) -> None:
     """The step completes, and its metrics say how many rows were asked again; they are as good as the others."""
     sampler, old = pair.sampler, pair.params[0]
-    complete, checked = Seat.complete, set[Seat]()
+    complete, checked = EngineReplica.complete, set[EngineReplica]()
 
-    def noted(seat: Seat, request: Request, version: int) -> list[Completion]:
-        checked.add(seat)
-        return complete(seat, request, version)
+    def noted(replica: EngineReplica, request: Request, version: int) -> list[Completion]:
+        checked.add(replica)
+        return complete(replica, request, version)
 
-    monkeypatch.setattr(Seat, "complete", noted)
+    monkeypatch.setattr(EngineReplica, "complete", noted)
     dead: list[int] = []
-    before = [seat.mesh for seat in sampler._seats]
+    before = [replica.mesh for replica in sampler._replicas]
 
     first = threading.Lock()
 
@@ -195,20 +195,20 @@ def test_engines_that_are_killed_are_started_again(
             decoding(sampler)
             dead.extend(victims)
             for place in victims:
-                kill(sampler._seats[place])
+                kill(sampler._replicas[place])
         return Step(state, 1.0, done=True)
 
     env = Environment(lambda task: (0, task["prompt"]), step)
 
     def survived() -> Batch:
         batch = nrl.rollout(sampler, env, [{"prompt": PROMPT}], n=64, sampling=LONG)
-        settled(lambda: any(seat.state == "starting" for seat in sampler._seats), 100)
+        settled(lambda: any(replica.state == "starting" for replica in sampler._replicas), 100)
         return batch
 
     with pytest.warns(UserWarning, match=r"an engine was lost, and it has been started again; \d+ requests were asked"):
         batch = survived()
     assert dead == victims
-    assert checked == {sampler._seats[place] for place in victims}  # before they served
+    assert checked == {sampler._replicas[place] for place in victims}  # before they served
     assert batch["valid"].all()
     again = int(batch["asked_again"].sum())
     assert 0 < again <= 64
@@ -216,7 +216,7 @@ def test_engines_that_are_killed_are_started_again(
     found = torch.where(batch["loss_mask"], old.trainer.logprobs(old, batch).result(), 0.0)
     torch.testing.assert_close(batch["rollout_logprobs"], found, atol=1e-4, rtol=0)
     for place in victims:  # they have the weights that were published last
-        assert sampler._seats[place].mesh is not before[place]
+        assert sampler._replicas[place].mesh is not before[place]
         exactly(old, sampler._ask([PROMPT], [0], SHORT, [place])[0].result(300))
     nrl.publish(pair.params[1], sampler)
     assert [each.version for each in sampler.everywhere(PROMPT, SHORT).result()] == [sampler.version] * 2
@@ -225,14 +225,14 @@ def test_engines_that_are_killed_are_started_again(
 def test_what_dies_with_every_engine_is_given_up(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nrl.backends.sampling.pool._TIMES", 1)
     rows = pair.sampler._ask([PROMPT] * 8, range(8), LONG, [0] * 8)
-    assert not settled(lambda: not pair.sampler._seats[0].under_way, 60)
-    kill(pair.sampler._seats[0])
+    assert not settled(lambda: not pair.sampler._replicas[0].under_way, 60)
+    kill(pair.sampler._replicas[0])
     with pytest.warns(UserWarning, match="an engine was lost, and it is not started again"):
         settled(lambda: bool(pair.sampler._tended), 60)
     errors = [error for row in rows if (error := row.exception(0))]
     assert {type(error) for error in errors} == {LostRequest}
     assert re.search(r"1 engines died while they decoded it; the last: .*was killed", str(errors[0]))
-    assert pair.sampler._seats[0].state == "lost"
+    assert pair.sampler._replicas[0].state == "lost"
     (row,) = pair.sampler.generate([PROMPT], sampling=SHORT).result()  # by the other, which is left
     exactly(pair.params[0], row)
     assert len(pair.sampler.everywhere(PROMPT, SHORT).result()) == 1

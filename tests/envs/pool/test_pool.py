@@ -24,8 +24,8 @@ from nrl.envs.pool.pool import _elsewhere
 from nrl.envs.pool.processes import Process, Python, here
 from nrl.envs.pool.scheduler import NoRoom, Pool
 from nrl.errors import EnvError, ExecutableError, PlacementError, ShippingError
-from nrl.runtime.ray.codec.pickling import deserialized, serialized
-from nrl.runtime.venvs.recipes import recipe
+from nrl.runtime.ray.codec.pickling import deserialize, serialize
+from nrl.runtime.venvs.recipes import make_recipe
 from tests.processes import alive, settled
 from tests.rollout.scripted import TASKS, Scripted
 
@@ -136,13 +136,13 @@ def test_a_python_that_travels_is_that_of_the_program_that_made_it(monkeypatch: 
     """Another program, such as a process of a mesh, may have no lock to make a recipe from; but a Python of its own."""
 
     def travelled(executable: str | nrl.Executable) -> Python:
-        twice = serialized(deserialized(serialized(Python(executable), "it"))[0], "it")
-        made: Python = deserialized(twice)[0]
+        twice = serialize(deserialize(serialize(Python(executable), "it"))[0], "it")
+        made: Python = deserialize(twice)[0]
         return made
 
     named, given = travelled("base"), travelled(nrl.Executable("mine", extras=("gym",), env={"TOLD": "1"}))
     own = travelled("system"), travelled(nrl.Executable("system", env={"TOLD": "1"}))
-    expected = recipe("base"), recipe("gym")
+    expected = make_recipe("base"), make_recipe("gym")
     monkeypatch.setattr(processes, "recipe", lambda of: "that of here")
     assert named.found() == (expected[0], {})
     assert (given.found()[0].requirements, given.found()[1]) == (expected[1].requirements, {"TOLD": "1"})
@@ -168,7 +168,7 @@ def test_an_environment_that_cannot_be_made_ends_the_rollout_and_no_row_is_to_bl
 
 def test_an_environment_that_cannot_be_made_is_said_before_it_travels() -> None:
     with pytest.raises(ExecutableError, match="no-such-extra"):
-        serialized(pooled(by_task, workers=1, executable=NOWHERE), "it")
+        serialize(pooled(by_task, workers=1, executable=NOWHERE), "it")
 
 
 # --- what goes wrong goes wrong in one row

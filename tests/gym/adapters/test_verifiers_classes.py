@@ -23,7 +23,7 @@ from nrl.envs.limits import limited
 from nrl.errors import EnvError
 from nrl.gym.adapters.prime import verifiers
 from nrl.gym.adapters.prime.environments import _program, _score, _Spec
-from nrl.runtime.threads import beside
+from nrl.runtime.threads import run_in_loop
 from tests.gym.endpoint.driving import Says, turn
 
 pytestmark = pytest.mark.timeout(600)  # a package has to be installed
@@ -140,7 +140,7 @@ def killed(spec: _Spec) -> None:
         await process.wait()
 
     if _program(spec)._process is not None:
-        beside(kill()).result()
+        run_in_loop(kill()).result()
 
 
 @pytest.mark.parametrize(

@@ -569,7 +569,7 @@ def test_an_executable_that_cannot_be_built(
     def fails(*_: Any, **__: Any) -> Path:
         raise ExecutableError("base: the disk is full")
 
-    whole = building.provide
+    whole = building.ensure_env
     monkeypatch.setattr(supervising, "provide", fails)
     assert main(wrote(folder, program())) == 2
     assert "nrl: base: the disk is full" in capfd.readouterr().err
@@ -587,7 +587,7 @@ def test_an_executable_that_cannot_be_built(
 def test_a_gym_that_is_stopped_while_an_executable_is_built(
     folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    going_on, whole = threading.Event(), building.provide
+    going_on, whole = threading.Event(), building.ensure_env
 
     def slow(*args: Any, say: Callable[[str], None]) -> Path:
         say("base is built: 3 of 9 packages")

@@ -11,7 +11,7 @@ import pytest
 import nrl
 from nrl.backends.engine import GIVEN_UP
 from nrl.gym.endpoint import answering
-from nrl.gym.endpoint.answering import Answers
+from nrl.gym.endpoint.answering import SamplerAnswers
 from nrl.gym.endpoint.chat_request import Asked, call_id, said_by
 from nrl.gym.endpoint.fields import Unusable
 from tests.gym.endpoint.driving import Says, turn
@@ -20,7 +20,7 @@ SAY: Any = {"role": "user", "content": "Say"}
 ADD: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 
-def asked(answers: Answers, *requests: Asked) -> list[Any]:
+def asked(answers: SamplerAnswers, *requests: Asked) -> list[Any]:
     """What requests of one moment are answered; or the error."""
 
     async def all_of_them() -> list[Any]:
@@ -33,7 +33,7 @@ def asked(answers: Answers, *requests: Asked) -> list[Any]:
 def test_each_call_has_an_id_of_its_own() -> None:
     """As clients want it that keep a conversation of several requests."""
     calling = turn("qwen2_5", "", ("add", {"a": 2, "b": 3}))
-    answers = Answers(Says("qwen2_5", [calling] * 4))
+    answers = SamplerAnswers(Says("qwen2_5", [calling] * 4))
     found = [each for _ in range(2) for each in asked(answers, Asked([SAY], [ADD], n=2))]
     firsts = [first for _, first in found]
     ids = [call_id(first + place, 0) for first in firsts for place in range(2)]
@@ -44,7 +44,7 @@ def test_each_call_has_an_id_of_its_own() -> None:
 
 def test_requests_of_different_lengths_are_decoded_together() -> None:
     policy = Says("qwen2_5", ["Hi more<|im_end|>"] * 3)
-    answers = Answers(policy)
+    answers = SamplerAnswers(policy)
     lengths = [{"max_new_tokens": 1}, {"max_new_tokens": 2}, {}]
     answers._loop.call_soon_threadsafe(time.sleep, 0.5)  # until all of them are there, on a busy machine, too
     found = asked(answers, *(Asked([SAY], sampling=each) for each in lengths))
@@ -64,7 +64,7 @@ def test_more_rows_than_a_call_may_have_are_decoded_by_the_next(monkeypatch: pyt
             sizes.append(len(prompts))
             return super().generate(prompts, seeds=seeds, sampling=sampling)
 
-    answers = Answers(Counts("qwen2_5", ["Hi<|im_end|>"] * 9))
+    answers = SamplerAnswers(Counts("qwen2_5", ["Hi<|im_end|>"] * 9))
     ((turns, _),) = asked(answers, Asked([SAY], n=9))
     assert len(turns) == 9
     assert sizes == [4, 4, 1]
@@ -86,7 +86,7 @@ class Slow(Says):
 def test_while_it_decodes_other_requests_are_looked_after() -> None:
     """One is refused, one leaves; and when the server ends, who waits is told so."""
     policy = Slow()
-    answers = Answers(policy)
+    answers = SamplerAnswers(policy)
 
     async def requests() -> None:
         loop = asyncio.get_running_loop()
@@ -130,7 +130,7 @@ def test_what_is_decoded_for_a_client_that_left_ends() -> None:
             return super().generate(prompts, seeds=seeds, sampling=sampling)
 
     began, seen = threading.Event(), list[Any]()
-    answers = Answers(Told("qwen2_5", ["Hi<|im_end|>"] * 9))
+    answers = SamplerAnswers(Told("qwen2_5", ["Hi<|im_end|>"] * 9))
 
     async def requests() -> None:
         loop = asyncio.get_running_loop()
@@ -149,7 +149,7 @@ def test_what_is_decoded_for_a_client_that_left_ends() -> None:
 
 def test_of_a_client_that_left_nothing_is_logged() -> None:
     policy, logged = Slow(), list[Any]()
-    answers = Answers(policy)
+    answers = SamplerAnswers(policy)
     answers._loop.set_exception_handler(lambda loop, context: logged.append(context["message"]))
 
     async def requests() -> None:
@@ -178,7 +178,7 @@ LONG: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("part", LONG)
 def test_nothing_of_a_message_is_encoded_beyond_the_context(part: str) -> None:
-    answers = Answers(Says("qwen3_training", []))  # its template writes the reasoning of all messages
+    answers = SamplerAnswers(Says("qwen3_training", []))  # its template writes the reasoning of all messages
     began = time.process_time()
     (found,) = asked(answers, Asked([SAY, {"role": "assistant", "content": "", **LONG[part]}, SAY]))
     assert isinstance(found, Unusable)
@@ -187,7 +187,7 @@ def test_nothing_of_a_message_is_encoded_beyond_the_context(part: str) -> None:
 
 
 def test_a_text_that_cannot_fit_is_refused_before_all_of_it_is_encoded() -> None:
-    answers = Answers(Says("qwen2_5", []))
+    answers = SamplerAnswers(Says("qwen2_5", []))
     began = time.process_time()
     with pytest.raises(Unusable, match="do not fit into the 4096 of the context") as refused:
         answers.tokenize({"prompt": "2+2= " * 30_000})
@@ -196,7 +196,7 @@ def test_a_text_that_cannot_fit_is_refused_before_all_of_it_is_encoded() -> None
 
 
 def test_what_nothing_meets_is_said_once() -> None:
-    answers = Answers(Says("qwen2_5", ["Hi<|im_end|>"] * 3))
+    answers = SamplerAnswers(Says("qwen2_5", ["Hi<|im_end|>"] * 3))
     wishing = Asked([SAY], unmet=("response_format",))
     with pytest.warns(UserWarning, match="serve: a request asks for response_format, which nothing here meets") as said:
         asked(answers, wishing, wishing)
@@ -204,7 +204,7 @@ def test_what_nothing_meets_is_said_once() -> None:
 
 
 def test_tokens_of_what_is_no_request() -> None:
-    answers = Answers(Says("qwen2_5", []))
+    answers = SamplerAnswers(Says("qwen2_5", []))
     for body, why in (
         ({"messages": [SAY], "tools": 5}, "a field of the request is of the wrong type"),
         ({"prompt": "Hi " * 4_000_000}, "12000000 characters, which do not fit"),

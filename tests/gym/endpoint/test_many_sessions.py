@@ -165,7 +165,7 @@ def test_weights_are_published_while_vllm_answers_agents(on_ray: Cluster, sessio
         nrl.publish(state.params, sampler, inflight="keep")
     assert several > 0
     stream.state()  # waits for what is taken early
-    assert not settled(lambda: any(seat.under_way for seat in sampler._seats), 60)  # and then for what goes on
+    assert not settled(lambda: any(seat.under_way for seat in sampler._replicas), 60)  # and then for what goes on
     end(*sampler.meshes, trainer.mesh)
 
 

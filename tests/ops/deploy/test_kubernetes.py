@@ -22,7 +22,7 @@ import yaml
 from nrl import config
 from nrl.cli.cli import main
 from nrl.errors import ConfigError
-from nrl.ops.deploy.kubernetes import Kubernetes, manifests
+from nrl.ops.deploy.kubernetes import Kubernetes, make_manifests
 from tests.ops.deploy.test_programs import HOSTILE
 from tests.processes import settled
 
@@ -80,7 +80,9 @@ def of_kubernetes(manifest: Any) -> list[str]:
 
 def written(*settings: str) -> dict[str, Any]:
     given = ["program=examples/grpo.py", "image=registry.example/nrl:1", "check=false", *settings]
-    return {name: yaml.load(text, yaml.CSafeLoader) for name, text in manifests(config.load(Kubernetes, given)).items()}
+    return {
+        name: yaml.load(text, yaml.CSafeLoader) for name, text in make_manifests(config.load(Kubernetes, given)).items()
+    }
 
 
 def pods(found: Mapping[str, Any]) -> tuple[Any, Any]:

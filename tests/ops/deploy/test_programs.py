@@ -20,7 +20,7 @@ from nrl.cli.cli import main
 from nrl.errors import ConfigError
 from nrl.ops.deploy import programs
 from nrl.ops.deploy import slurm as of_slurm
-from nrl.ops.deploy.slurm import Slurm, script
+from nrl.ops.deploy.slurm import Slurm, make_script
 from nrl.ops.deploy.writing import write
 from nrl.runtime.venvs import registry
 from tests.processes import alive, settled
@@ -31,7 +31,7 @@ HOSTILE = ["prompt=a 'b' \"c\" $HOME `id` $(id) \\ ; & | > * {x,y} é 😀 #", "
 
 def deployed(program: Path, *settings: str) -> str:
     given = [f"program={program.name}", f"folder={program.parent}", "venv=/venvs/nrl", *settings]
-    return script(config.load(Slurm, given))
+    return make_script(config.load(Slurm, given))
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ import pytest
 
 from nrl.ops.doctor import cluster, network_checks
 from nrl.ops.doctor.findings import Finding
-from nrl.runtime.node.machine import facts
+from nrl.runtime.node.machine import collect_facts
 from nrl.runtime.node.probe import Probe
-from nrl.runtime.node.shared_fs_probe import answer
+from nrl.runtime.node.shared_fs_probe import answer_note
 
 pytestmark = pytest.mark.ray
 
@@ -46,9 +46,9 @@ def test_all_hosts_are_asked_compared_and_meet(address: str, tmp_path: Path, mon
     other.chmod(stat.S_IRWXU)
     monkeypatch.setenv("NRL_PORTS", "21000-21999")
     with_torch = {"python_with_torch": str(other)}
-    monkeypatch.setattr(Probe, "facts", lambda self, ray: {**facts(), **with_torch})
+    monkeypatch.setattr(Probe, "collect_facts", lambda self, ray: {**collect_facts(), **with_torch})
     (tmp_path / "shared").mkdir()
-    found = list(cluster.hosts(address, str(tmp_path / "shared"), 1 << 20, 200, expected=2))
+    found = list(cluster.check_hosts(address, str(tmp_path / "shared"), 1 << 20, 200, expected=2))
     by = {each.check: each for each in found}
     assert (by["cluster"].level, by["cluster"].values["address"]) == ("ok", address)
     names = by["cluster"].values["hosts"]
@@ -78,7 +78,7 @@ def test_all_hosts_are_asked_compared_and_meet(address: str, tmp_path: Path, mon
     json.dumps([dict(each.values) for each in found])
 
 
-_come = cluster._come
+_come = cluster._await_hosts
 
 
 def come_within(seconds: float, expected: int, limit: float) -> Finding:
@@ -94,7 +94,7 @@ def nowhere(address: str) -> str:
 
 
 def elsewhere(self: Probe, folder: str, note: str, name: str) -> str:
-    return answer(Path("/nowhere"), note, name)
+    return answer_note(Path("/nowhere"), note, name)
 
 
 def closed(self: Probe, address: str, ports: Sequence[int]) -> int:
@@ -111,9 +111,9 @@ def wrong(found: list[Finding], check: str) -> list[tuple[str, str, str, str]]:
 def test_an_interface_that_is_not_there_and_a_folder_that_is_another(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Probe, "sees", elsewhere)
-    monkeypatch.setattr(network_checks, "interface_of", nowhere)
-    found = list(cluster.hosts(address, str(tmp_path), 1 << 20, 200))
+    monkeypatch.setattr(Probe, "check_folder", elsewhere)
+    monkeypatch.setattr(network_checks, "find_interface", nowhere)
+    found = list(cluster.check_hosts(address, str(tmp_path), 1 << 20, 200))
     names = next(each for each in found if each.check == "cluster").values["hosts"]
     shared = wrong(found, "shared")
     assert {(level, host) for level, host, _, _ in shared} == {("failed", name) for name in names}
@@ -129,7 +129,7 @@ def test_an_interface_that_is_not_there_and_a_folder_that_is_another(
 def test_ports_that_are_closed_are_told_by_host(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Probe, "listen", closed)
     monkeypatch.setenv("NRL_PORTS", "21000-21999")
-    found = list(cluster.hosts(address, None, 1 << 20, 200))
+    found = list(cluster.check_hosts(address, None, 1 << 20, 200))
     names = next(each for each in found if each.check == "cluster").values["hosts"]
     ports = wrong(found, "ports")
     assert {(level, host) for level, host, _, _ in ports} == {("failed", name) for name in names}
@@ -146,9 +146,9 @@ def test_a_host_that_has_not_come_and_a_folder_that_is_missing_are_told(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cluster, "SILENCE", 0.2)
-    monkeypatch.setattr(network_checks, "_meetings", nobody_meets)
-    monkeypatch.setattr(cluster, "_come", functools.partial(come_within, 2.0))
-    found = list(cluster.hosts(address, str(tmp_path / "mistyped"), 1 << 20, 200, expected=3))
+    monkeypatch.setattr(network_checks, "_measure_links", nobody_meets)
+    monkeypatch.setattr(cluster, "_await_hosts", functools.partial(come_within, 2.0))
+    found = list(cluster.check_hosts(address, str(tmp_path / "mistyped"), 1 << 20, 200, expected=3))
     [(level, host, said, _)] = wrong(found, "shared")
     assert (level, host, said) == ("failed", socket.gethostname(), f"{tmp_path / 'mistyped'} does not exist")
     assert list(tmp_path.iterdir()) == []
@@ -161,6 +161,6 @@ def test_a_host_that_has_not_come_and_a_folder_that_is_missing_are_told(
 
 def test_where_no_cluster_is_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    [finding] = cluster.hosts("127.0.0.1:1", None, 1 << 20, 20)
+    [finding] = cluster.check_hosts("127.0.0.1:1", None, 1 << 20, 20)
     assert (finding.check, finding.level) == ("cluster", "failed")
     assert "there is no Ray cluster at '127.0.0.1:1'" in finding.found

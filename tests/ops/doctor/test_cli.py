@@ -8,7 +8,7 @@ import pytest
 
 from nrl.cli.cli import main
 from nrl.ops.doctor import cli
-from nrl.ops.doctor.findings import Finding, failed, note, ok, warning
+from nrl.ops.doctor.findings import Finding, make_failure, make_note, make_ok, make_warning
 
 
 def test_this_host_is_looked_at_and_what_failed_is_the_exit_status(
@@ -41,12 +41,12 @@ def test_a_finding_is_a_line_and_what_to_do_another(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def some(cfg: cli.Doctor) -> Iterator[Finding]:
-        yield ok("python", "3.12")
+        yield make_ok("python", "3.12")
         print("what a library says")
-        yield note("gpu", "there is none")
-        yield warning("shared_memory", "small", "make it larger")
+        yield make_note("gpu", "there is none")
+        yield make_warning("shared_memory", "small", "make it larger")
 
-    monkeypatch.setattr(cli, "_found", some)
+    monkeypatch.setattr(cli, "_run_checks", some)
     monkeypatch.setattr("socket.gethostname", lambda: "host-a")
     assert main(["doctor"]) == 0
     written = capsys.readouterr()
@@ -59,7 +59,7 @@ def test_a_finding_is_a_line_and_what_to_do_another(
         "                      -> make it larger\n"
         "doctor: nothing failed, 1 warnings, 1 notes\n"
     )
-    monkeypatch.setattr(cli, "_found", lambda cfg: iter([failed("uv", "none", "install it")]))
+    monkeypatch.setattr(cli, "_run_checks", lambda cfg: iter([make_failure("uv", "none", "install it")]))
     assert main(["doctor"]) == 1
     assert capsys.readouterr().out.endswith("doctor: 1 failed, 0 warnings, 0 notes\n")
 

@@ -22,23 +22,23 @@ from nrl.cli.cli import main
 from nrl.errors import ExecutableError
 from nrl.ops.doctor import cluster, host_probe, network_checks
 from nrl.ops.doctor.findings import Finding
-from nrl.ops.doctor.remote_checks import Host, unanswered
-from nrl.runtime import node
+from nrl.ops.doctor.remote_checks import ProbedHost, make_unanswered
 from nrl.runtime.node.probe import Probe
-from nrl.runtime.node.shared_fs_probe import answer
+from nrl.runtime.node.shared_fs_probe import answer_note
+from nrl.runtime.ray.nodes import PORTABLE
 from tests.ops.doctor.test_host import GPU
 
 
 def test_a_note_is_answered_where_the_folder_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nrl.runtime.node.shared_fs_probe._PATIENCE", 0.1)
     (tmp_path / "note").touch()
-    assert answer(tmp_path, "note", "host-a") == ""
+    assert answer_note(tmp_path, "note", "host-a") == ""
     assert (tmp_path / "note.host-a").exists()
-    assert answer(tmp_path / "other", "note", "host-a") == "has no such folder"
+    assert answer_note(tmp_path / "other", "note", "host-a") == "has no such folder"
     (tmp_path / "other").mkdir()
-    assert answer(tmp_path / "other", "note", "host-a") == "has another folder there"
+    assert answer_note(tmp_path / "other", "note", "host-a") == "has another folder there"
     (tmp_path / "note.host-b").mkdir()
-    assert answer(tmp_path, "note", "host-b") == "cannot write there (Is a directory)"
+    assert answer_note(tmp_path, "note", "host-b") == "cannot write there (Is a directory)"
 
 
 @pytest.fixture
@@ -53,10 +53,10 @@ def probes() -> Iterator[tuple[Probe, Probe]]:
 
 def test_a_probe_reaches_who_listens(probes: tuple[Probe, Probe]) -> None:
     one, other = probes
-    assert other.reaches("127.0.0.1", one.listen("127.0.0.1"), 5.0) == ""
+    assert other.check_reachable("127.0.0.1", one.listen("127.0.0.1"), 5.0) == ""
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
-    assert "refused" in other.reaches("127.0.0.1", port, 5.0)
+    assert "refused" in other.check_reachable("127.0.0.1", port, 5.0)
     with pytest.raises(OSError, match="assign"):
         one.listen("192.0.2.77")
 
@@ -67,7 +67,7 @@ def test_a_probe_listens_at_the_first_port_that_is_not_taken(probes: tuple[Probe
     with socket.create_server(("127.0.0.1", 0)) as gone:
         free = gone.getsockname()[1]
     assert other.listen("127.0.0.1", (taken, free, 1)) == free
-    assert one.reaches("127.0.0.1", taken, 5.0) == one.reaches("127.0.0.1", free, 5.0) == ""
+    assert one.check_reachable("127.0.0.1", taken, 5.0) == one.check_reachable("127.0.0.1", free, 5.0) == ""
     with pytest.raises(OSError, match="all of them are taken"):
         other.listen("127.0.0.1", (taken, free))
 
@@ -90,16 +90,16 @@ def test_a_probe_passes_over_ports_that_only_root_may_open(
 
 def test_hosts_of_which_one_cannot_listen_do_not_all_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     said = iter([({"a": 5000}, {"b": "Cannot assign requested address"}), ({("b", "a"): ""}, {})])
-    monkeypatch.setattr(network_checks, "answered", lambda what, asked, limit: next(said))
-    there = {name: Host(name, f"10.0.0.{name}", {}, Mock()) for name in ("a", "b")}
-    [finding] = network_checks._knocks(there, "that the system picked", (0,), 1.0, "mend it", "open it")
+    monkeypatch.setattr(network_checks, "collect_replies", lambda what, asked, limit: next(said))
+    there = {name: ProbedHost(name, f"10.0.0.{name}", {}, Mock()) for name in ("a", "b")}
+    [finding] = network_checks._check_reachable(there, "that the system picked", (0,), 1.0, "mend it", "open it")
     assert (finding.level, finding.host, finding.todo) == ("failed", "b", "mend it")
     assert "it cannot listen at 10.0.0.b" in finding.found
 
 
 def test_ports_that_are_no_range_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NRL_PORTS", "20000")
-    [finding] = network_checks._ports({}, 1.0)
+    [finding] = network_checks._check_ports({}, 1.0)
     assert (finding.level, finding.found.partition(";")[0]) == ("failed", "NRL_PORTS is '20000'")
 
 
@@ -118,8 +118,8 @@ def test_a_node_that_ray_has_lost_is_told_unless_it_is_back(monkeypatch: pytest.
     nodes = [
         {"Alive": alive, "NodeManagerHostname": name, "NodeManagerAddress": f"10.0.0.{name}"} for name, alive in listed
     ]
-    monkeypatch.setattr(cluster, "_nodes", lambda alive: [each for each in nodes if each["Alive"] == alive])
-    [lost] = cluster._lost()
+    monkeypatch.setattr(cluster, "list_nodes", lambda alive: [each for each in nodes if each["Alive"] == alive])
+    [lost] = cluster._find_lost()
     assert (lost.level, lost.host, lost.found) == ("warning", "b", "Ray has lost it (10.0.0.b)")
 
 
@@ -131,13 +131,13 @@ def test_hosts_that_are_late_are_waited_for(
     def nodes(alive: bool) -> list[dict[str, Any]]:
         return [{"NodeManagerHostname": name} for name in ("b", "a")[: 1 + (time.monotonic() - began > 0.5)]]
 
-    monkeypatch.setattr(cluster, "_nodes", nodes)
+    monkeypatch.setattr(cluster, "list_nodes", nodes)
     monkeypatch.setattr(cluster, "SILENCE", 0.2)
-    monkeypatch.setattr(cluster, "_GLANCE", 0.1)
-    come = cluster._come(2, 60.0)
+    monkeypatch.setattr(cluster, "_POLL", 0.1)
+    come = cluster._await_hosts(2, 60.0)
     assert (come.level, come.found, come.values["come"]) == ("ok", "2 of 2 have come", ["a", "b"])
     assert "doctor: 1 of 2 hosts have come, 0 s so far" in capsys.readouterr().err
-    missing = cluster._come(3, 0.3)
+    missing = cluster._await_hosts(3, 0.3)
     assert (missing.level, missing.found) == ("failed", "2 of 3 have come within 0.3 s: a, b")
     assert "deadline= waits longer (0.3 s now)" in missing.todo
 
@@ -157,7 +157,7 @@ def unmade(name: str) -> Any:
 
 
 def seen(gpus: Any, **looked: Any) -> dict[str, Finding]:
-    found = cluster.judged({**THERE, **looked}, {"gpus": gpus}, "2.60.0", unmade, lambda: TORCH)
+    found = cluster.judge_host({**THERE, **looked}, {"gpus": gpus}, "2.60.0", unmade, lambda: TORCH)
     return {each.check: each for each in found}
 
 
@@ -187,19 +187,19 @@ def test_a_host_without_uv_has_failed_unless_an_environment_is_there() -> None:
 
 
 def test_what_is_late_is_not_known_and_what_is_broken_has_failed() -> None:
-    late = unanswered("gloo", "not known", "no answer within 10 s", 10.0)
+    late = make_unanswered("gloo", "not known", "no answer within 10 s", 10.0)
     assert (late.level, late.todo.partition(":")[0]) == ("warning", "deadline= waits longer (10 s now)")
-    broken = unanswered("gloo", "not known", "ModuleNotFoundError: torch", 10.0)
+    broken = make_unanswered("gloo", "not known", "ModuleNotFoundError: torch", 10.0)
     assert (broken.level, broken.todo) == ("failed", "look at Ray's logs there")
 
 
 def test_a_look_travels_to_a_python_that_has_no_nrl(tmp_path: Path) -> None:
-    for module in (node, host_probe):
+    for module in (*PORTABLE, host_probe):
         cloudpickle.register_pickle_by_value(module)
     try:
-        (tmp_path / "shipped").write_bytes(cloudpickle.dumps(host_probe.look))
+        (tmp_path / "shipped").write_bytes(cloudpickle.dumps(host_probe.look_at_host))
     finally:
-        for module in (node, host_probe):
+        for module in (*PORTABLE, host_probe):
             cloudpickle.unregister_pickle_by_value(module)
     (tmp_path / "site").mkdir()
     for package in (cloudpickle, filelock):
@@ -230,18 +230,18 @@ def test_what_listens_and_is_no_head_has_failed_in_time_and_writes_nothing(
     began = time.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as server:
         where = f"127.0.0.1:{server.getsockname()[1]}"
-        [finding] = cluster.hosts(where, None, 1 << 20, 8.0)
+        [finding] = cluster.check_hosts(where, None, 1 << 20, 8.0)
     assert (finding.check, finding.level) == ("cluster", "failed")
     assert finding.found.startswith(f"something listens at {where}, and is no head of a Ray cluster")
     assert time.monotonic() - began < 30
     assert capfd.readouterr() == ("", "")
-    assert [cluster._says_nothing(each, 1.0) for each in (where, "ray", "auto", "ray://10.0.0.1:1")] == [""] * 4
+    assert [cluster._describe_silence(each, 1.0) for each in (where, "ray", "auto", "ray://10.0.0.1:1")] == [""] * 4
 
 
 def test_a_cluster_that_is_gone_after_it_was_joined_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "_says_nothing", lambda address, limit: "")
-    monkeypatch.setattr(cluster, "entered", lambda address, deadline: nullcontext())
-    [finding] = cluster.hosts("10.0.0.1:6379", None, 1 << 20, 20)
+    monkeypatch.setattr(cluster, "_describe_silence", lambda address, limit: "")
+    monkeypatch.setattr(cluster, "enter_cluster", lambda address, deadline: nullcontext())
+    [finding] = cluster.check_hosts("10.0.0.1:6379", None, 1 << 20, 20)
     assert (finding.check, finding.level) == ("cluster", "failed")
     assert "Ray has not been started yet" in finding.found
     assert "`ray status`" in finding.todo

@@ -12,8 +12,8 @@ import pytest
 
 from nrl.ops.doctor.findings import Finding
 from nrl.ops.doctor.hardware import HARDWARE
-from nrl.runtime.node.gpus import gpus, links_of
-from nrl.runtime.node.machine import Facts, facts, folders, python_with_torch
+from nrl.runtime.node.gpus import inspect_gpus, parse_links
+from nrl.runtime.node.machine import Facts, collect_facts, find_python_with_torch, list_folders
 from nrl.runtime.venvs.environments import DISTRIBUTION, INVENTORY
 
 GIB = 1 << 30
@@ -102,7 +102,7 @@ def test_what_is_worse_is_found(key: str, value: Any, check: str, level: str, fo
 
 def test_the_mode_of_links_is_that_of_the_host_that_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UV_LINK_MODE", "copy")
-    assert facts()["link_mode"] == "copy"
+    assert collect_facts()["link_mode"] == "copy"
     assert {each.level for each in judged(GOOD)} == {"ok"}  # of another host, where nobody asked for copies
 
 
@@ -112,7 +112,7 @@ def test_a_warning_has_to_say_what_to_do() -> None:
 
 
 def test_this_machine_is_looked_up() -> None:
-    found = facts()
+    found = collect_facts()
     assert found["host"] == socket.gethostname()
     assert found["packages"]["torch"]
     assert found["packages"][DISTRIBUTION]
@@ -120,7 +120,7 @@ def test_this_machine_is_looked_up() -> None:
     assert 0 < found["cores"]["allowed"] <= found["cores"]["machine"]
     assert 0 < found["memory"]["available"] <= found["memory"]["total"]
     assert found["folders"]["temporary"]["writable"]
-    assert python_with_torch("2.60.0") == found["executable"]
+    assert find_python_with_torch("2.60.0") == found["executable"]
 
 
 def written(root: Path, files: dict[str, str]) -> Path:
@@ -170,13 +170,13 @@ MEMINFO = "MemTotal:       1048576 kB\nMemFree: 1 kB\nMemAvailable:    524288 kB
     ],
 )
 def test_cgroups_are_read(files: dict[str, str], quota: float | None, limit: int | None, tmp_path: Path) -> None:
-    found = facts(written(tmp_path, {"proc/meminfo": MEMINFO, **files}))
+    found = collect_facts(written(tmp_path, {"proc/meminfo": MEMINFO, **files}))
     assert (found["cores"]["quota"], found["memory"]["limit"]) == (quota, limit)
     assert (found["memory"]["total"], found["memory"]["available"]) == (1 << 30, 1 << 29)
 
 
 def test_a_machine_without_proc_is_looked_up_all_the_same(tmp_path: Path) -> None:
-    found = facts(tmp_path)
+    found = collect_facts(tmp_path)
     assert found["memory"] == {"total": None, "available": None, "limit": None}
     assert found["cores"]["quota"] is None
 
@@ -185,14 +185,14 @@ def test_folders_are_where_variables_say(monkeypatch: pytest.MonkeyPatch, tmp_pa
     for name in ("NRL_VENV_DIR", "UV_CACHE_DIR", "HF_HOME", "RAY_TMPDIR"):
         monkeypatch.setenv(name, str(tmp_path / name))
     (tmp_path / "NRL_VENV_DIR").mkdir()
-    assert {str(path.name) for path in folders().values()} == {
+    assert {str(path.name) for path in list_folders().values()} == {
         "NRL_VENV_DIR",
         "UV_CACHE_DIR",
         "HF_HOME",
         "RAY_TMPDIR",
         "shm",
     }
-    found = facts()["folders"]
+    found = collect_facts()["folders"]
     assert found["environments"]["exists"]
     assert not found["uv_cache"]["exists"]
     assert found["uv_cache"]["free"] == pytest.approx(found["environments"]["free"], rel=0.1)
@@ -207,8 +207,8 @@ def test_an_environment_with_torch_is_found(monkeypatch: pytest.MonkeyPatch, tmp
         packages = {each: {"version": version} for each, version in versions.items()}
         inventory = f'{{"name": "{name}", "packages": {packages}}}'.replace("'", '"')
         written(tmp_path / name, {"bin/python": "", INVENTORY: inventory})
-    assert python_with_torch("2.60.0") == str(tmp_path / "base-1" / "bin" / "python")
-    assert python_with_torch("2.61.0") is None
+    assert find_python_with_torch("2.60.0") == str(tmp_path / "base-1" / "bin" / "python")
+    assert find_python_with_torch("2.61.0") is None
 
 
 XML = """<?xml version="1.0" ?>
@@ -250,7 +250,7 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
 
 def test_gpus_are_as_nvidia_smi_says(nvidia_smi: Callable[[str], None], tmp_path: Path) -> None:
     nvidia_smi(f'case "$1" in -q) cat {tmp_path}/xml;; topo) cat {tmp_path}/topo;; esac')
-    found = gpus()
+    found = inspect_gpus()
     assert found is not None
     assert (found["driver"], found["cuda"], found["error"]) == ("580.65.06", "13.0", "")
     assert [each["used"] for each in found["devices"]] == [4 << 20, 70000 << 20]
@@ -270,7 +270,7 @@ def test_gpus_are_as_nvidia_smi_says(nvidia_smi: Callable[[str], None], tmp_path
 )
 def test_a_driver_that_is_broken_is_told(nvidia_smi: Callable[[str], None], text: str, error: str) -> None:
     nvidia_smi(text)
-    found = gpus()
+    found = inspect_gpus()
     assert found is not None
     assert error in found["error"]
     assert [each.level for each in judged(GOOD | {"gpus": found}) if each.check == "gpu"] == ["failed"]
@@ -280,10 +280,10 @@ def test_gpus_without_nvidia_smi_are_told(monkeypatch: pytest.MonkeyPatch, tmp_p
     """As in a container that was given the devices, and not the driver's programs."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("nrl.runtime.node.gpus._DEVICES", str(tmp_path))
-    assert gpus() is None
+    assert inspect_gpus() is None
     for name in ("nvidiactl", "nvidia1", "nvidia0"):
         (tmp_path / name).touch()
-    found = gpus()
+    found = inspect_gpus()
     assert found is not None
     assert found["unseen"] == [f"{tmp_path}/nvidia0", f"{tmp_path}/nvidia1"]
     [finding] = [each for each in judged(GOOD | {"gpus": found}) if each.check == "gpu"]
@@ -292,5 +292,5 @@ def test_gpus_without_nvidia_smi_are_told(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_links_that_are_not_there_are_empty() -> None:
-    assert links_of("nonsense", 2) == []
-    assert links_of(TOPO, 3) == []
+    assert parse_links("nonsense", 2) == []
+    assert parse_links(TOPO, 3) == []

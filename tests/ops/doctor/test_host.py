@@ -19,12 +19,12 @@ from uv import find_uv_bin
 
 from nrl.errors import ExecutableError
 from nrl.ops.doctor import host_probe, installation, service_checks
-from nrl.ops.doctor.findings import Check, Finding, note, ok
+from nrl.ops.doctor.findings import Check, Finding, make_note, make_ok
 from nrl.ops.doctor.host_probe import look_at_torch
-from nrl.ops.doctor.runner import findings
-from nrl.runtime.node.machine import Facts, facts
+from nrl.ops.doctor.runner import run_checks
+from nrl.runtime.node.machine import Facts, collect_facts
 from nrl.runtime.venvs.environments import INVENTORY
-from nrl.runtime.venvs.recipes import recipe
+from nrl.runtime.venvs.recipes import make_recipe
 
 GPU = {
     "driver": "550.54",
@@ -46,7 +46,7 @@ TORCH: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def here() -> Facts:
-    return facts()
+    return collect_facts()
 
 
 def found(check: Check, machine: Facts) -> list[Finding]:
@@ -160,7 +160,7 @@ def test_what_hides_gpus_is_left_out_where_ray_has_set_it(monkeypatch: pytest.Mo
     ],
 )
 def test_a_driver_is_judged_where_no_torch_is_yet(gpus: Any, cuda: str | None, level: str, said: str) -> None:
-    finding = installation.torch_to_come(gpus, {**TORCH, "cuda": cuda}, "2.60.0")
+    finding = installation.judge_future_torch(gpus, {**TORCH, "cuda": cuda}, "2.60.0")
     assert (finding.level, said in finding.found) == (level, True)
     assert ("a driver for CUDA 13.0" in finding.todo) == (level == "failed")
 
@@ -220,7 +220,7 @@ def test_environments_that_are_stale_damaged_or_half_built(
     monkeypatch.setenv("NRL_VENV_DIR", str(tmp_path))
     [none] = found(installation.environments, here)
     assert (none.level, none.todo[:21]) == ("note", "`nrl venvs build base")
-    wanted = recipe("base")
+    wanted = make_recipe("base")
 
     def put(name: str, inventory: dict[str, Any]) -> None:
         env = tmp_path / name
@@ -269,7 +269,7 @@ def test_environments_that_cannot_be_written_and_lack_the_source_or_whose_lock_c
     made = SimpleNamespace(name="base-1", sources=["nrl-torch-0.1.0-aa"], inventory={})
     whole = {"name": "base-1", "executable": "base", "built": "", "wrong": []}
     image = {"folder": "/image", "writable": False, "whole": [whole], "begun": [], "sources": ["nrl-torch-0.1.0-bb"]}
-    judged = installation.environments_judged
+    judged = installation.judge_environments
     [lacking] = judged(image, lambda name: made)  # type: ignore[arg-type,return-value]
     assert (lacking.level, "/image has no nrl-torch-0.1.0-aa beside it" in lacking.found) == ("warning", True)
     assert "set NRL_VENV_DIR" in lacking.todo
@@ -290,23 +290,23 @@ def test_environments_that_cannot_be_written_and_lack_the_source_or_whose_lock_c
 def test_what_ray_has_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    [none] = found(service_checks.ray, facts())
+    [none] = found(service_checks.ray, collect_facts())
     assert (none.level, none.values["address"]) == ("ok", None)
     file = tmp_path / "ray" / "ray_current_cluster"
     file.parent.mkdir()
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         file.write_text(f"{address}\n")
-        [runs] = found(service_checks.ray, facts())
+        [runs] = found(service_checks.ray, collect_facts())
         assert (runs.level, runs.found) == ("ok", f"a cluster runs here, at {address}")
-    [stale] = found(service_checks.ray, facts())
+    [stale] = found(service_checks.ray, collect_facts())
     assert stale.level == "warning"
     assert address in stale.found
     assert stale.todo.startswith(f"rm {file}")
     file.write_text("nonsense")
-    assert found(service_checks.ray, facts())[0].level == "warning"
+    assert found(service_checks.ray, collect_facts())[0].level == "warning"
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.9:6379")
-    assert found(service_checks.ray, facts())[0].found.startswith("RAY_ADDRESS is 10.0.0.9:6379")
+    assert found(service_checks.ray, collect_facts())[0].found.startswith("RAY_ADDRESS is 10.0.0.9:6379")
 
 
 @pytest.fixture
@@ -382,7 +382,7 @@ def test_a_folder_for_all_hosts_is_looked_at_on_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("why", "level"), [("", "ok"), ("there is no bwrap", "note")])
 def test_a_sandbox_of_another_host(why: str, level: str) -> None:
-    finding = service_checks.sandbox_judged({"why": why})
+    finding = service_checks.judge_sandbox({"why": why})
     assert (finding.level, why in finding.found) == (level, True)
     assert ("apt-get install bubblewrap" in finding.todo) == bool(why)
 
@@ -405,21 +405,21 @@ def test_the_smallest_sandbox_runs_or_says_why_not(tmp_path: Path, monkeypatch: 
 def test_checks_are_told_in_their_order_and_one_that_hangs_is_told_as_well(capsys: pytest.CaptureFixture[str]) -> None:
     def slow(machine: Facts) -> Iterator[Finding]:
         time.sleep(0.3)
-        yield ok("slow", str(machine["host"]))
+        yield make_ok("slow", str(machine["host"]))
 
     def hangs(machine: Facts) -> Iterator[Finding]:
         time.sleep(30)
-        yield ok("hangs", "")
+        yield make_ok("hangs", "")
 
     def wrong(machine: Facts) -> Iterator[Finding]:
-        yield ok("wrong", str(machine["nothing"]))
+        yield make_ok("wrong", str(machine["nothing"]))
 
     def quick(machine: Facts) -> Iterator[Finding]:
-        yield note("quick", "1")
-        yield note("quick", "2")
+        yield make_note("quick", "1")
+        yield make_note("quick", "2")
 
     began = time.monotonic()
-    some = list(findings([slow, hangs, wrong, quick], 1.0, lambda: {"host": "a"}))
+    some = list(run_checks([slow, hangs, wrong, quick], 1.0, lambda: {"host": "a"}))
     assert time.monotonic() - began < 10
     assert [(each.check, each.level) for each in some] == [
         ("slow", "ok"), ("hangs", "warning"), ("wrong", "failed"), ("quick", "note"), ("quick", "note"),
@@ -435,9 +435,9 @@ def test_a_wait_says_for_how_long(capsys: pytest.CaptureFixture[str], monkeypatc
 
     def slow(machine: Facts) -> Iterator[Finding]:
         time.sleep(0.9)
-        yield ok("slow", "")
+        yield make_ok("slow", "")
 
-    assert [each.level for each in findings([slow], 60.0, dict)] == ["ok"]
+    assert [each.level for each in run_checks([slow], 60.0, dict)] == ["ok"]
     assert capsys.readouterr().err == "doctor: looking at slow, 1 s so far\n"
 
 
@@ -449,6 +449,6 @@ def test_facts_that_do_not_come_are_told() -> None:
         time.sleep(30)
         return {}
 
-    [late] = findings([installation.python], 0.1, hangs)
-    [wrong] = findings([installation.python], 5.0, dead)
+    [late] = run_checks([installation.python], 0.1, hangs)
+    [wrong] = run_checks([installation.python], 5.0, dead)
     assert [(each.check, each.level) for each in (late, wrong)] == [("facts", "failed")] * 2

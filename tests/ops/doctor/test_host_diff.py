@@ -8,8 +8,15 @@ from typing import Any
 import pytest
 
 from nrl.ops.doctor.findings import Finding
-from nrl.ops.doctor.host_diff import apart, clock, differences, rounds, slots, way
-from nrl.ops.doctor.remote_checks import reason
+from nrl.ops.doctor.host_diff import (
+    describe_failed_link,
+    describe_link,
+    judge_clock,
+    judge_slots,
+    list_differences,
+    pair_in_rounds,
+)
+from nrl.ops.doctor.remote_checks import describe_error
 from nrl.runtime.node.machine import PACKAGES, Facts
 from nrl.runtime.venvs.environments import DISTRIBUTION
 
@@ -39,14 +46,14 @@ SAME = ["Python", *PACKAGES, "lock", "platform", "cores", "memory", "GPUs"]
 def compared(change: Callable[[Facts], object]) -> list[Finding]:
     other = copy.deepcopy(HOST)
     change(other)
-    return list(differences({"a": HOST, "b": other}, HOST))
+    return list(list_differences({"a": HOST, "b": other}, HOST))
 
 
 def test_equal_hosts_are_one_line() -> None:
     [same] = compared(lambda facts: None)
     assert (same.level, same.host) == ("ok", "")
     assert same.found == f"all 2 have the same {', '.join(SAME)}"
-    assert list(differences({"a": HOST}, HOST)) == []
+    assert list(list_differences({"a": HOST}, HOST)) == []
 
 
 @pytest.mark.parametrize(
@@ -114,7 +121,7 @@ def test_a_host_without_gpus_does_not_differ_and_no_lock_is_no_other_lock() -> N
     ],
 )
 def test_what_ray_hands_out(resources: dict[str, float], gpus: Any, level: str, said: str) -> None:
-    [finding] = slots("b", {"gpus": gpus}, resources)
+    [finding] = judge_slots("b", {"gpus": gpus}, resources)
     assert (finding.level, finding.found, finding.host) == (level, said, "b")
 
 
@@ -129,7 +136,7 @@ def test_what_ray_hands_out(resources: dict[str, float], gpus: Any, level: str, 
     ],
 )
 def test_a_clock_is_wrong_by_more_than_the_round_trip(offset: float, uncertain: float, level: str, said: str) -> None:
-    finding = clock("b", offset, uncertain)
+    finding = judge_clock("b", offset, uncertain)
     assert (finding.level, finding.host) == (level, "b")
     assert finding.found.startswith(said)
     assert ("NTP" in finding.todo) == (level == "warning")
@@ -150,7 +157,9 @@ DUPLICATE = (
     ],
 )
 def test_two_that_do_not_meet_say_what_nccl_says(text: str, said: str, todo: str) -> None:
-    finding = apart("nccl", ("a", "b"), reason(RuntimeError(text)), ("10.77.0.1", "10.77.0.2"), "; or later")
+    finding = describe_failed_link(
+        "nccl", ("a", "b"), describe_error(RuntimeError(text)), ("10.77.0.1", "10.77.0.2"), "; or later"
+    )
     assert finding.level == "failed"
     assert said in finding.found
     assert "\n" not in finding.found
@@ -162,7 +171,7 @@ def test_two_that_do_not_meet_say_what_nccl_says(text: str, said: str, todo: str
 @pytest.mark.parametrize("count", range(1, 9))
 def test_each_two_meet_once_and_nobody_twice_in_a_round(count: int) -> None:
     names = [str(each) for each in range(count)]
-    every = list(rounds(names))
+    every = list(pair_in_rounds(names))
     assert sorted(tuple(sorted(pair)) for some in every for pair in some) == sorted(combinations(names, 2))
     for some in every:
         there = [name for pair in some for name in pair]
@@ -180,7 +189,7 @@ def test_each_two_meet_once_and_nobody_twice_in_a_round(count: int) -> None:
 )
 def test_the_way_between_two(rates: tuple[float, float], latency: float, level: str, todo: str) -> None:
     found = [{"rate": rate, "latency": latency, "interface": "eth0"} for rate in rates]
-    finding = way("gloo", ("a", "b"), found)
+    finding = describe_link("gloo", ("a", "b"), found)
     assert finding.level == level
     assert todo in finding.todo
     assert "over eth0 and eth0" in finding.found

@@ -14,7 +14,7 @@ from nrl.backends.training.optim.optimizers import adamw
 from nrl.backends.types import Model
 from nrl.batch.packed_rows import Rectangles, Sequences
 from nrl.batch.prefixes import microbatches_by_prefix
-from nrl.ops.plan.simulate import LOSSES, Step, rows
+from nrl.ops.plan.simulate import LOSSES, Step, make_rows
 
 __all__ = ["measure", "most"]
 
@@ -22,7 +22,7 @@ __all__ = ["measure", "most"]
 def measure(mesh: DeviceMesh | None, step: Step) -> dict[str, Any]:
     """Take three steps: measure the memory of the second one, and the products of the third.
 
-    Rows are packed as `nrl.backends.training.layout.packed_attention.packing_on` has it for a GPU.
+    Rows are packed as `nrl.backends.training.layout.packed_attention.choose_packing` has it for a GPU.
 
     Args:
         mesh: of this process; None: it is alone.
@@ -37,7 +37,7 @@ def measure(mesh: DeviceMesh | None, step: Step) -> dict[str, Any]:
     device, packing = torch.device("cpu"), Sequences if step.dtype == "bfloat16" else Rectangles
     model = Model(dict(step.model), dtype=step.dtype)
     engine = TorchEngine(model, adamw(lr=1e-6), packing, step.checkpointing, False, device, mesh)
-    batch, loss = rows(step), LOSSES[step.loss]
+    batch, loss = make_rows(step), LOSSES[step.loss]
     weights = {name: weight * step.dp for name, weight in global_weights(loss, batch).items()}
     parts = list(microbatches_by_prefix(batch, max_tokens=step.max_tokens))
     state, _ = engine.train(engine.init(), loss, parts, weights)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nrl.ops.plan.simulate import Step, drive
+from nrl.ops.plan.simulate import Step, simulate_step
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -69,7 +69,7 @@ def check(found: dict[str, Any], peaks: dict[str, int], waits: Counter[tuple[str
 
 
 def test_two_layers_of_8b_with_a_shared_prompt_on_an_a100() -> None:
-    found = drive(on_an_a100(DENSE_8B | TWO_LAYERS))
+    found = simulate_step(on_an_a100(DENSE_8B | TWO_LAYERS))
     peaks = {"train": 11_847_195_000, "forward": 8_331_000_000, "publish": 6_537_000_000}
     check(found, peaks, OF_A_STEP)
     assert found["flops"]["bfloat16"] <= 115.41e12  # of which a sixth is the head's, which is computed again
@@ -78,7 +78,7 @@ def test_two_layers_of_8b_with_a_shared_prompt_on_an_a100() -> None:
 
 @pytest.mark.slow
 def test_two_layers_of_30b_with_experts() -> None:
-    found = drive(on_h100s(MOE_30B_A3B | TWO_LAYERS))
+    found = simulate_step(on_h100s(MOE_30B_A3B | TWO_LAYERS))
     peaks = {"train": 13_652_000_000, "forward": 8_969_000_000, "publish": 4_941_000_000}
     check(found, peaks, OF_A_STEP + OF_EXPERTS)
 
@@ -86,7 +86,7 @@ def test_two_layers_of_30b_with_experts() -> None:
 @pytest.mark.slow
 def test_a_layer_adds_its_weights_its_moments_and_the_states_that_it_begins_with() -> None:
     """And nothing else: so bounds of few layers say what many take."""
-    three, four = (drive(on_an_a100(DENSE_8B | {"num_hidden_layers": layers})) for layers in (3, 4))
+    three, four = (simulate_step(on_an_a100(DENSE_8B | {"num_hidden_layers": layers})) for layers in (3, 4))
     weights, moments = (four[name] - three[name] for name in ("parameters", "moments"))
     assert weights == 192_946_432 * 4 // 8  # of a layer, in float32, on eight devices
     tokens = 8192 + 8192 - 37 - 1024 - 2  # the prompt is there once, and the last of each row predicts nothing
@@ -96,14 +96,14 @@ def test_a_layer_adds_its_weights_its_moments_and_the_states_that_it_begins_with
 
 @pytest.mark.slow
 def test_all_of_8b_with_a_shared_prompt_on_an_a100() -> None:
-    found = drive(on_an_a100(DENSE_8B))
+    found = simulate_step(on_an_a100(DENSE_8B))
     peaks = {"train": 26_340_685_000, "forward": 18_171_000_000, "publish": 19_956_000_000}
     check(found, peaks, OF_A_STEP)
 
 
 @pytest.mark.slow
 def test_all_of_8b_takes_at_most_30_gib() -> None:
-    found = drive(on_h100s(DENSE_8B))
+    found = simulate_step(on_h100s(DENSE_8B))
     assert found["peak"] <= 26_925_000_000 < 30 * GIB
     assert not by_file(found["stages"]["train"]) - OF_A_STEP
     assert found["float32_products"] == {}
@@ -112,7 +112,7 @@ def test_all_of_8b_takes_at_most_30_gib() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_all_of_30b_with_experts_fits_on_eight_gpus() -> None:
-    found = drive(on_h100s(MOE_30B_A3B))
+    found = simulate_step(on_h100s(MOE_30B_A3B))
     most = max(stage["peak"] for stage in found["stages"].values())
     assert most + ALLOWANCE <= 79 * GIB
     assert not by_file(found["stages"]["train"]) - OF_A_STEP - OF_EXPERTS

@@ -11,8 +11,8 @@ import pytest
 
 from nrl.cli.cli import main
 from nrl.ops.plan import fake_cuda, simulate
-from nrl.ops.plan.analytic import closed
-from nrl.ops.plan.shapes import shape
+from nrl.ops.plan.analytic import estimate_step
+from nrl.ops.plan.shapes import read_shape
 from nrl.ops.plan.simulate import Step
 from tests.ops.plan.test_gpus import TINY
 from tests.ops.plan.test_search import BIG
@@ -87,12 +87,12 @@ def test_what_a_part_of_a_life_needs_is_asked_too(
     """A drive of a step that fits, with a publish that does not."""
 
     def found(step: Step) -> dict[str, Any]:
-        counted = closed(step)
+        counted = estimate_step(step)
         train = {"held": 1e9, "peak": counted["peak"], "peak_at": "here", "copied": {}, "waits": []}
         publish = {**train, "peak": 85e9, "peak_at": "reading.py:1"}
         return counted | {"stages": {"train": train, "publish": publish}}
 
-    monkeypatch.setattr(simulate, "drive", found)
+    monkeypatch.setattr(simulate, "simulate_step", found)
     assert main(["plan", big, "dp=8", "checkpointing=true"]) == 0
     said = capsys.readouterr().out
     assert "does not fit, by 6.0 GiB, in 79.2 GiB" in said
@@ -303,7 +303,7 @@ def test_the_optimizer_of_a_program(
     given = [f"model={big}", "dtype=bfloat16", "dp=8", "width=64", "driven=false", "max_tokens=16384", *settings]
     assert main(["plan", "examples/grpo.py", *given]) == 0
     said = {line[:22].strip(): line[22:].split()[0] for line in capsys.readouterr().out.splitlines() if line[22:]}
-    model = shape(BIG)
+    model = read_shape(BIG)
     kept = 8.0 * model.parameters - 4.0 * model.matrices if moments is None else moments * model.parameters
     assert float(said["moments"]) == pytest.approx(kept / 8 / 2**30, abs=0.006)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from nrl.ops.plan.analytic import closed_flops
-from nrl.ops.plan.simulate import Step, drive
+from nrl.ops.plan.analytic import count_flops
+from nrl.ops.plan.simulate import Step, simulate_step
 from tests.backends.processes import Processes
 from tests.ops.plan.measured import measure
 
@@ -36,7 +36,7 @@ def compare(step: Step, planned: dict[str, Any], measured: list[dict[str, Any]])
     tokens = sum(max(step.width - 37 * i, 2) - 1 for i in range(step.rows)) - step.shared * (step.rows - 1)
     outputs = tokens if step.shared == 0 else tokens - step.shared + 1
     named = sum(count for kind, count in planned["recomputed"].items() if kind != "attention")
-    assert flops - named == pytest.approx(closed_flops(step.model, tokens, outputs), rel=0.02)
+    assert flops - named == pytest.approx(count_flops(step.model, tokens, outputs), rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def compare(step: Step, planned: dict[str, Any], measured: list[dict[str, Any]])
     ],
 )
 def test_of_one_process(step: Step) -> None:
-    compare(step, drive(step), [measure(None, step)])
+    compare(step, simulate_step(step), [measure(None, step)])
 
 
 @pytest.mark.parametrize(
@@ -68,4 +68,4 @@ def test_of_a_process_of_several(step: Step) -> None:
         measured = processes(measure, step)
     finally:
         processes.close()
-    compare(step, drive(step), measured)
+    compare(step, simulate_step(step), measured)

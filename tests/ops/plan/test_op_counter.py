@@ -10,10 +10,10 @@ SAID = """
 import json
 import torch
 from nrl.ops.plan import fake_cuda
-from nrl.ops.plan.op_counter import Counting
+from nrl.ops.plan.op_counter import OpCounter
 
-counting = Counting()
-fake_cuda.install((9, 0), 80 * 10**9, counting.waited)
+counting = OpCounter()
+fake_cuda.install((9, 0), 80 * 10**9, counting.count_wait)
 with counting:
     there = torch.empty(4, 4, device="cuda")
     pinned, pageable = torch.empty(4, 4, pin_memory=True), torch.empty(4, 4)
@@ -37,8 +37,8 @@ with counting:
     large = torch.empty(1000, device="cuda")
     del large
     late = torch.empty(10, device="cuda")
-    born = counting.born([early, early[:5], late])
-    then = [counting.peak - before, sum(born.values()), counting.at_the_peak(born)]
+    born = counting.bytes_by_birth([early, early[:5], late])
+    then = [counting.peak - before, sum(born.values()), counting.bytes_at_peak(born)]
     counting.forget()
     torch.mv(there, there[0])
     torch.addmv(there[0], there, there[0])

@@ -10,7 +10,7 @@ from nrl.backends.models.loading import load_config
 from nrl.backends.types import Model
 from nrl.cli.cli import main
 from nrl.errors import ModelError
-from nrl.ops.plan.shapes import FAMILIES, shape
+from nrl.ops.plan.shapes import FAMILIES, read_shape
 from tests.ops.plan.published import PUBLISHED
 
 # As their model cards say: 235B with 22B used, 30.5B with 3.3B used, 46.7B with 12.9B used (with embedding and head)
@@ -29,15 +29,15 @@ def test_families_are_those_whose_size_is_known() -> None:
 @pytest.mark.parametrize("name", KNOWN)
 def test_its_size_is_the_published_one(name: str) -> None:
     total, used = BILLIONS[name]
-    found = shape(PUBLISHED[name])
+    found = read_shape(PUBLISHED[name])
     assert found.parameters / 1e9 == pytest.approx(total, abs=0.06)
-    assert (found.used + found.outside) / 1e9 == pytest.approx(used, abs=0.06)
+    assert (found.active_weights + found.outside) / 1e9 == pytest.approx(used, abs=0.06)
 
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_the_fields_of_transformers_are_read_alike(name: str) -> None:
     config: dict[str, Any] = load_config(Model(PUBLISHED[name]))[0].to_dict()
-    assert shape(config) == shape(PUBLISHED[name])
+    assert read_shape(config) == read_shape(PUBLISHED[name])
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -59,4 +59,4 @@ def test_another_type_is_refused_by_name(name: str, tmp_path: Path, capsys: pyte
 def test_a_missing_field_is_named(field: str) -> None:
     config = {key: value for key, value in PUBLISHED["Qwen/Qwen3-30B-A3B"].items() if key != field}
     with pytest.raises(ModelError, match=f"the config of this qwen3_moe model has no {field}"):
-        shape(config)
+        read_shape(config)

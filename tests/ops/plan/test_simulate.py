@@ -12,8 +12,8 @@ import pytest
 from benchmarks.linear_logprobs import resident as status
 from nrl.errors import ConfigError
 from nrl.ops.plan import fake_cuda, simulate
-from nrl.ops.plan.analytic import closed_flops, closed_parameters
-from nrl.ops.plan.simulate import Step, drive
+from nrl.ops.plan.analytic import count_flops, count_parameters
+from nrl.ops.plan.simulate import Step, simulate_step
 from tests.ops.plan.test_gpus import TINY
 
 pytestmark = pytest.mark.timeout(300)
@@ -30,11 +30,11 @@ def by_file(waits: Any) -> Counter[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def counted() -> dict[str, Any]:
-    return drive(STEP)
+    return simulate_step(STEP)
 
 
 def test_what_a_process_holds(counted: dict[str, Any]) -> None:
-    count = closed_parameters(SMALL)
+    count = count_parameters(SMALL)
     assert counted["count"] == count
     assert counted["parameters"] == counted["gradients"] == 4 * count / 2  # float32, of two processes
     steps = counted["moments"] - 2 * counted["parameters"]
@@ -44,7 +44,7 @@ def test_what_a_process_holds(counted: dict[str, Any]) -> None:
 def test_products_are_those_of_the_closed_form(counted: dict[str, Any]) -> None:
     tokens = outputs = 255 + 218  # a row's last token predicts nothing
     flops = counted["flops"]
-    assert flops["bfloat16"] == closed_flops(SMALL, tokens, outputs)
+    assert flops["bfloat16"] == count_flops(SMALL, tokens, outputs)
     assert counted["recomputed"] == {}
     # 2 layers, 4 heads of size 16: 2 products forward and 5 backward, of each token with as many as the longest row has
     assert flops["attention"] == 2 * 7 * 2 * 4 * tokens * 255 * 16
@@ -68,7 +68,7 @@ def test_waits_and_copies(counted: dict[str, Any]) -> None:
 
 def test_a_micro_batch_more_is_a_copy_more_and_no_wait() -> None:
     found = Counter[str]()
-    for kind, _, count in drive(attrs.evolve(STEP, max_tokens=256))["waits"]:
+    for kind, _, count in simulate_step(attrs.evolve(STEP, max_tokens=256))["waits"]:
         found[kind] += count
     assert found == {"copy to the device": 2, "copy to the host, blocking": 2}
 
@@ -110,11 +110,11 @@ def test_a_torch_that_was_not_tested() -> None:
 
 def test_a_step_that_fails_says_why() -> None:
     with pytest.raises(ConfigError, match="failed on fake tensors(.|\n)*or leave out rows that long$"):
-        drive(attrs.evolve(STEP, max_tokens=8))
+        simulate_step(attrs.evolve(STEP, max_tokens=8))
 
 
 def test_checkpointing_computes_layers_again(counted: dict[str, Any]) -> None:
-    found, some = (drive(attrs.evolve(STEP, checkpointing=each)) for each in (True, "selective"))
+    found, some = (simulate_step(attrs.evolve(STEP, checkpointing=each)) for each in (True, "selective"))
     # A forward more, without each layer's last product, of which backward needs nothing
     assert found["flops"]["bfloat16"] == counted["flops"]["bfloat16"] + 2 * 2 * (36_864 - 64 * 128) * 473
     assert found["attention"] == {"varlen": 4}
@@ -167,7 +167,7 @@ def test_the_whole_of_a_life(counted: dict[str, Any]) -> None:
 
 def test_another_rank_than_the_first(counted: dict[str, Any]) -> None:
     """It trains alike, and does not speak for what all have; of an uneven model it may have less, or nothing."""
-    found = drive(attrs.evolve(STEP, rank=1))
+    found = simulate_step(attrs.evolve(STEP, rank=1))
     for name in ("parameters", "moments", "peak", "collectives", "flops"):
         assert found[name] == counted[name]
     stages = found["stages"]
@@ -180,7 +180,7 @@ def test_another_rank_than_the_first(counted: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_a_rank_that_has_less() -> None:
     """Of 512 words and 64 or 128 rows, 7 processes have parts of ceil(size / 7); the last one has what is left."""
-    first, last = (drive(attrs.evolve(STEP, dp=7, rank=rank, width=64)) for rank in (0, 6))
+    first, last = (simulate_step(attrs.evolve(STEP, dp=7, rank=rank, width=64)) for rank in (0, 6))
     words, d, layers = 512, 64, 2
     shapes = [(words, d)] + layers * [(64, d), (32, d), (32, d), (d, 64), (128, d), (128, d), (d, 128), (d, 1), (d, 1)]
     shapes += layers * 2 * [(16, 1)] + [(d, 1)]
@@ -195,7 +195,7 @@ def test_a_rank_that_has_less() -> None:
 
 def resident(step: Step) -> tuple[int, int]:
     """Bytes that the step's process has for weights and moments, and the most bytes that the drive's own one had."""
-    found = simulate._here(step)
+    found = simulate._simulate_here(step)
     return found["parameters"] + found["moments"], status("VmHWM")
 
 

@@ -19,7 +19,7 @@ from nrl.backends import adamw, fsdp
 from nrl.cli.export import Export
 from nrl.cli.export import main as export
 from nrl.errors import CheckpointError
-from nrl.files import at, part
+from nrl.files import part_name, to_folder
 from nrl.run.checkpoint import Checkpoints, begin_storing, checkpoints, load, newest
 from tests.run.checkpoint.test_stores import Config, Stop, all_in, same, stops_after, train
 
@@ -52,7 +52,7 @@ def alone(folder: Path) -> None:
         x.name: x.read_bytes() for x in (folder / "whole/own").iterdir()
     }
 
-    damaged: Any = at("s3://bucket/run/train/000006/policy/00001-of-00001.safetensors")
+    damaged: Any = to_folder("s3://bucket/run/train/000006/policy/00001-of-00001.safetensors")
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     said = list[str]()
     found = newest("s3://bucket/run/train", said.append)
@@ -71,7 +71,7 @@ def on_ray(folder: Path) -> None:
         trainer = fsdp.trainer(mesh, tiny.model(), adamw(lr=1e-2))
         state = trainer.init()
         made = begin_storing("s3://bucket/two", 0, {"policy": state}, Checkpoints(), {}).result()
-        assert sorted(x.name for x in made.glob("policy/0*")) == [part(0, 2), part(1, 2)]
+        assert sorted(x.name for x in made.glob("policy/0*")) == [part_name(0, 2), part_name(1, 2)]
         assert newest("s3://bucket/two", readers={"policy": trainer}) is not None
         (again,) = load(made, policy=trainer)
         assert same(dict(again.params.tensors()), dict(state.params.tensors()))

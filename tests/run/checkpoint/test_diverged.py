@@ -14,16 +14,16 @@ import nrl
 from nrl import Layout, tiny
 from nrl.algos import sft_loss
 from nrl.backends import TRAINERS, Trainer, TrainState, adamw, fsdp
-from nrl.backends.training.collectives import Peers
+from nrl.backends.training.collectives import ProcessGroup
 from nrl.backends.training.saving import storage
 from nrl.backends.types import Piece
 from nrl.batch import Batch
-from nrl.cli.evaluation import exported
+from nrl.cli.evaluation import find_model
 from nrl.cli.export import Export
 from nrl.cli.export import main as export
 from nrl.data import counting
 from nrl.errors import CheckpointError, ModelError
-from nrl.files import at
+from nrl.files import to_folder
 from nrl.run.checkpoint import Checkpoints, best, checkpoints, load, newest, save, store
 from nrl.runtime import Cluster
 from tests.weights import assert_equal, weights
@@ -64,16 +64,18 @@ def test_the_one_before_is_used(where: str, trainer: Trainer, diverging: Trainer
     root = str(tmp_path) if where == "disk" else f"memory://{tmp_path.name}"
     good, bad = trainer.init(), stepped(diverging)
     for step, state in enumerate([good, good, bad, bad]):
-        save(at(root) / f"{step + 1:06}", step, {"policy": state, "count": step})
-    manifest = json.loads((at(root) / "000003" / "manifest.json").read_text())
+        save(to_folder(root) / f"{step + 1:06}", step, {"policy": state, "count": step})
+    manifest = json.loads((to_folder(root) / "000003" / "manifest.json").read_text())
     assert "model.model.embed_tokens.weight" in manifest["values"]["policy"]["not_finite"]
-    assert json.loads((at(root) / "000002" / "manifest.json").read_text())["values"]["policy"]["not_finite"] == []
+    assert (
+        json.loads((to_folder(root) / "000002" / "manifest.json").read_text())["values"]["policy"]["not_finite"] == []
+    )
     said: list[str] = []
     found = newest(root, said.append)
     assert found is not None
     assert (found.folder.name, found.not_finite) == ("000002", ())
     assert [line.partition(": weights or optimizer states in it are NaN")[0] for line in said] == [
-        f"checkpoint: {at(root) / name}" for name in ("000004", "000003")
+        f"checkpoint: {to_folder(root) / name}" for name in ("000004", "000003")
     ]
     assert all("diverged, and 000002 is used" in line for line in said)
     assert names(root) == ["000001", "000002"]
@@ -82,7 +84,7 @@ def test_the_one_before_is_used(where: str, trainer: Trainer, diverging: Trainer
     (again, count) = load(found.folder, policy=trainer, count=0)
     assert count == 1
     assert_equal(weights(again), weights(good))
-    save(at(root) / "000003", 2, {"policy": again, "count": 2})  # its name is free again
+    save(to_folder(root) / "000003", 2, {"policy": again, "count": 2})  # its name is free again
     assert names(root) == ["000001", "000002", "000003"]
 
 
@@ -90,7 +92,7 @@ def test_the_one_before_is_used(where: str, trainer: Trainer, diverging: Trainer
 def test_each_number_of_weights_and_optimizer_states_counts(dtype: torch.dtype) -> None:
     def found(tensors: dict[str, torch.Tensor]) -> list[str]:
         pieces = [Piece(name, tuple(x.shape), tuple(slice(0, n) for n in x.shape), x) for name, x in tensors.items()]
-        names: list[str] = storage.to_save(lambda: pieces, Peers(None), {}).record["not_finite"]
+        names: list[str] = storage.plan_save(lambda: pieces, ProcessGroup(None), {}).record["not_finite"]
         return names
 
     largest, smallest = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal
@@ -164,7 +166,7 @@ def test_it_is_not_exported(trainer: Trainer, diverging: Trainer, tmp_path: Path
         assert "give an earlier checkpoint=" in str(caught.value)
     assert not (tmp_path / "model").exists()
     with pytest.raises(ModelError, match=r"its checkpoints are 000001, 000002 \(NaN or infinite\)\. Let it run"):
-        exported(str(tmp_path))
+        find_model(str(tmp_path))
 
 
 @attrs.frozen

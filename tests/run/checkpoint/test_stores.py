@@ -28,7 +28,7 @@ from nrl.cli.export import Export
 from nrl.cli.export import main as export
 from nrl.data import counting
 from nrl.errors import CheckpointError, ConfigError, LostActor
-from nrl.files import Folder, Written, at
+from nrl.files import Folder, Written, to_folder
 from nrl.run.checkpoint import Checkpoints, checkpoints, load, newest, save, store, verify
 from tests.children import server
 from tests.jsonlines import untimed
@@ -41,7 +41,7 @@ def bucket(request: Any, tmp_path: Path) -> Iterator[str]:
     """The URL of a store."""
     made = f"memory://{uuid.uuid4().hex}" if request.param == "memory" else f"file://{tmp_path}/bucket"
     yield made
-    found: Any = at(made)
+    found: Any = to_folder(made)
     if found.exists():
         found.fs.rm(found.path, recursive=True)
 
@@ -83,7 +83,7 @@ def stops_after(step: int) -> Callable[[int], None]:
 
 def all_in(root: str | Folder) -> list[str]:
     """The files under a root, by their names from there."""
-    folder: Any = at(root)
+    folder: Any = to_folder(root)
     here = folder.path if not isinstance(folder, Path) else str(folder)
     found = [] if isinstance(folder, Path) or not folder.exists() else folder.fs.find(folder.path)
     return sorted(path.removeprefix(here).lstrip("/") for path in found)
@@ -107,9 +107,9 @@ def test_a_run_goes_on_to_the_bit(bucket: str, tmp_path: Path, whole: tuple[Path
     with pytest.raises(Stop):
         train(Config(f"{tmp_path}/here", keep), stops_after(4))
     assert [x.folder.name for x in checkpoints(tmp_path / "here/checkpoints/train")] == ["000002", "000004"]
-    copied = at(f"{bucket}/copy")
+    copied = to_folder(f"{bucket}/copy")
     for name in all_in(f"{bucket}/run"):
-        files.write(copied / name, [(at(f"{bucket}/run") / name).read_bytes()])
+        files.write(copied / name, [(to_folder(f"{bucket}/run") / name).read_bytes()])
     assert same(train(Config(f"{tmp_path}/here", keep)), expected)
     assert untimed(tmp_path / "here") == untimed(out)
     assert [x.folder.name for x in checkpoints(f"{bucket}/run/train")] == ["000004", "000006"]
@@ -320,7 +320,7 @@ def test_a_store_that_is_lost_on_the_way(bucket: str, tmp_path: Path, monkeypatc
     class Refused(Exception):
         """As of a library that knows no OSError."""
 
-    folder: Any = at(f"{bucket}/train/000002")
+    folder: Any = to_folder(f"{bucket}/train/000002")
     opens = folder.fs.open
 
     def refuses(path: str, mode: str = "rb", **how: Any) -> Any:
@@ -385,9 +385,9 @@ def test_another_place_is_no_new_beginning(bucket: str, tmp_path: Path) -> None:
         walk(moved)
     assert len((tmp_path / "out/metrics.jsonl").read_text().splitlines()) == STEPS
     for path in root.rglob("*.*"):
-        files.write(at(f"{bucket}/train/{path.relative_to(root)}"), [path.read_bytes()])
+        files.write(to_folder(f"{bucket}/train/{path.relative_to(root)}"), [path.read_bytes()])
     assert walk(moved) == more
-    assert checkpoints(root)[-1].folder == at(f"{bucket}/train/{more:06}")
+    assert checkpoints(root)[-1].folder == to_folder(f"{bucket}/train/{more:06}")
     back = f"^checkpoints: those of 'train' are in {bucket}/train, up to 000008, and .* {root}, where"
     with pytest.raises(CheckpointError, match=f"{back} the newest is 000006, so the run would go back to it;"):
         walk(attrs.evolve(cfg, steps=9))
@@ -463,7 +463,7 @@ def test_a_tensor_in_a_store_is_read_as_one_on_the_disk(bucket: str, tmp_path: P
     }
     save_file(tensors, tmp_path / "file", metadata={"about": "it"})
     content = (tmp_path / "file").read_bytes()
-    files.write(at(f"{bucket}/file"), [content])
+    files.write(to_folder(f"{bucket}/file"), [content])
     indices: dict[str, list[Any]] = {
         "scalar": [(), slice(None)],
         "vector": [slice(None), slice(1, 3), (slice(2, 5),), slice(0, 0)],
@@ -471,7 +471,7 @@ def test_a_tensor_in_a_store_is_read_as_one_on_the_disk(bucket: str, tmp_path: P
         "cube": [slice(None), (slice(1, 2), slice(0, 2), slice(3, 4)), (slice(0, 2), slice(1, 3), slice(0, 4))],
         "empty": [slice(None), (slice(0, 0), slice(0, 3))],
     }
-    with safetensors.opened(at(f"{bucket}/file")) as there, safe_open(tmp_path / "file", "pt") as here:
+    with safetensors.open_file(to_folder(f"{bucket}/file")) as there, safe_open(tmp_path / "file", "pt") as here:
         assert there.metadata() == here.metadata() == {"about": "it"}
         for name, all_of in indices.items():
             found, expected = there.get_slice(name), here.get_slice(name)
@@ -484,17 +484,17 @@ def test_a_tensor_in_a_store_is_read_as_one_on_the_disk(bucket: str, tmp_path: P
                     assert found[index].dtype == tensors[name].dtype
                     assert torch.equal(found[index], tensors[name][index])
     for wrong in (b"", content[:9], b"\xff" * 100):
-        files.write(at(f"{bucket}/wrong"), [wrong])
+        files.write(to_folder(f"{bucket}/wrong"), [wrong])
         with (
             pytest.raises(ValueError, match="bytes|header|JSON|Expecting|Unterminated"),
-            safetensors.opened(at(f"{bucket}/wrong")),
+            safetensors.open_file(to_folder(f"{bucket}/wrong")),
         ):
             pass
 
 
 def test_of_a_part_no_more_is_read_than_it_takes(bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     save_file({"w": torch.zeros(1000, 10)}, tmp_path / "file")
-    path: Any = at(f"{bucket}/file")
+    path: Any = to_folder(f"{bucket}/file")
     files.write(path, [(tmp_path / "file").read_bytes()])
     read, cat = list[int](), path.fs.cat_file
 
@@ -504,7 +504,7 @@ def test_of_a_part_no_more_is_read_than_it_takes(bucket: str, monkeypatch: pytes
         return found
 
     monkeypatch.setattr(path.fs, "cat_file", counts)
-    with safetensors.opened(path) as file:
+    with safetensors.open_file(path) as file:
         read.clear()
         file.get_slice("w")[100:102, :5]
     assert read == [80]

@@ -12,13 +12,13 @@ def mesh(local: Cluster) -> Mesh:
 def test_a_handle_can_be_borrowed_any_number_of_times(mesh: Mesh) -> None:
     state = Handle(mesh, mesh, "counter", [1, 2])
     assert [state.borrow(mesh, "count") for _ in range(3)] == [[1, 2]] * 3
-    assert not state.consumed
+    assert not state.is_consumed
 
 
 def test_a_handle_can_be_donated_once(mesh: Mesh) -> None:
     state = Handle(mesh, mesh, "counter", [1, 2])
     assert state.donate(mesh, "step") == [1, 2]
-    assert state.consumed
+    assert state.is_consumed
     message = r"again: this counter was consumed by step already.*use what that call returned \(state, metrics = step"
     with pytest.raises(ConsumedState, match=message):
         state.donate(mesh, "again")
@@ -52,7 +52,7 @@ def test_what_a_cluster_held_is_gone_with_it() -> None:
         state.borrow(mesh, "read")
     with pytest.raises(ClosedCluster, match="step: "):
         state.donate(mesh, "step")
-    assert not state.consumed
+    assert not state.is_consumed
 
 
 def test_a_handle_prints_its_name_and_whether_it_is_consumed(mesh: Mesh) -> None:

@@ -26,7 +26,7 @@ def test_ranks_are_numbered_from_the_last_axis() -> None:
 @pytest.mark.parametrize("layout", [Layout(3), Layout(2, tp=2), Layout(2, cp=2), SQUARE, Layout(pp=4)])
 def test_the_first_rank_of_the_last_stage_speaks_for_a_shard(layout: Layout) -> None:
     for shard in range(layout.dp):
-        assert layout.coordinates(layout.speaker(shard)) == {"pp": layout.pp - 1, "dp": shard, "cp": 0, "tp": 0}
+        assert layout.coordinates(layout.shard_leader(shard)) == {"pp": layout.pp - 1, "dp": shard, "cp": 0, "tp": 0}
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_a_layout_that_cannot_be(axes: dict[str, int], message: str) -> None:
 def test_a_mesh_of_a_layout(local: Cluster) -> None:
     mesh = local.reserve(24).mesh(layout=SQUARE)
     assert mesh.axes == {"dp": 2, "tp": 3, "pp": 2, "cp": 2}
-    assert (mesh.layout, mesh.size, mesh.called) == (SQUARE, 24, [0, 1])
+    assert (mesh.layout, mesh.size, mesh.called_shards) == (SQUARE, 24, [0, 1])
     assert local.reserve(24).mesh(tp=3, cp=2, pp=2).layout == SQUARE
     with pytest.raises(PlacementError, match="mesh: dp=2, tp=1, pp=1, cp=1 and a layout; give one of the two"):
         local.reserve(24).mesh(dp=2, layout=SQUARE)

@@ -317,8 +317,8 @@ def test_a_donated_handle_cannot_be_used_again(mesh: Mesh) -> None:
     init, step, total = counter(mesh)
     state = init()
     new, _ = step(state, torch.arange(3))
-    assert state.consumed
-    assert not new.consumed
+    assert state.is_consumed
+    assert not new.is_consumed
     with pytest.raises(
         ConsumedState, match=r"shard_map\(step\): this value of shard_map\(init\) was consumed by shard_"
     ):

@@ -13,13 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from nrl.runtime.mesh import offload
-from nrl.runtime.mesh.offload import FROZEN, rest, to_host, wake
+from nrl.runtime.mesh.offload import FROZEN, offload_value, onload_value, to_host
 from nrl.runtime.ray.worker import Worker
 
 
 @pytest.fixture(autouse=True)
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "_is_there", lambda x: False)
+    monkeypatch.setattr(offload, "_is_on_host", lambda x: False)
     monkeypatch.setattr(offload, "_device", lambda module: torch.device("meta"))
 
 
@@ -47,48 +47,48 @@ def test_a_frozen_module_is_copied_to_the_host_once(layer: nn.Linear) -> None:
     expected = {name: x.clone() for name, x in layer.state_dict().items()}
     FROZEN.add(layer)
     for _ in range(3):
-        assert rest(layer)
+        assert offload_value(layer)
         assert all(torch.equal(x, expected[name]) for name, x in layer.state_dict().items())
-        wake(layer)
+        onload_value(layer)
         assert {x.device.type for x in layer.parameters()} == {"meta"}
 
 
 def test_any_other_module_is_copied_each_time(layer: nn.Linear) -> None:
-    assert rest(layer)
-    wake(layer)
+    assert offload_value(layer)
+    onload_value(layer)
     with pytest.raises(NotImplementedError, match="no data"):
-        rest(layer)
+        offload_value(layer)
 
 
 def test_a_module_that_is_on_the_host_stays(layer: nn.Linear, monkeypatch: pytest.MonkeyPatch) -> None:
     """And whoever rests all values need not wake it."""
     monkeypatch.setattr(offload, "_device", lambda module: torch.device("cpu"))
-    assert not rest(layer)
-    assert not rest([layer])
+    assert not offload_value(layer)
+    assert not offload_value([layer])
 
 
 class Sleeper:
     def __init__(self) -> None:
         self.story = list[str]()
 
-    def rest(self) -> None:
+    def offload(self) -> None:
         self.story.append("rest")
 
-    def wake(self) -> None:
+    def onload(self) -> None:
         self.story.append("wake")
 
 
 def test_a_turn_wakes_those_that_it_made_rest(layer: nn.Linear) -> None:
     """And not a reference that had left the device before, which comes back when somebody asks it."""
     value: Any = Sleeper()
-    assert rest(value)
-    wake(value)
+    assert offload_value(value)
+    onload_value(value)
     assert value.story == ["rest", "wake"]
     worker = Worker("mesh", 0, 1, 1, torch.get_num_threads(), 0)
     worker._values = {1: value, 2: "a number", 3: layer}
     for _ in range(2):  # or while a third mesh takes its turn
-        worker.rest()
-        assert worker._resting == {1, 3}
+        worker.offload()
+        assert worker._offloaded == {1, 3}
 
 
 def test_copies_have_come_before_a_module_reads_them(layer: nn.Linear, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +104,7 @@ def test_copies_have_come_before_a_module_reads_them(layer: nn.Linear, monkeypat
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: story.append("synchronize"))
     monkeypatch.setattr(nn.Module, "_apply", apply)
-    rest(layer)
+    offload_value(layer)
     assert story == ["synchronize", "apply"]
 
 
@@ -117,7 +117,7 @@ def test_a_sharded_module(layer: nn.Linear) -> None:
         expected = layer(x)
         FROZEN.add(layer)
         for _ in range(2):
-            rest(layer)
+            offload_value(layer)
             torch.testing.assert_close(layer(x), expected, rtol=0, atol=0)
     finally:
         dist.destroy_process_group()

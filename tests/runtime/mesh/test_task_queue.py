@@ -25,7 +25,7 @@ from nrl.errors import (
     ShippingError,
 )
 from nrl.runtime import Mesh, P, cluster, process, resident, shard_map
-from nrl.runtime.mesh.futures import gathered
+from nrl.runtime.mesh.futures import gather
 from nrl.runtime.mesh.task_queue import SIDE_BY_SIDE, Desk, Helper, Task
 from nrl.runtime.trace import timeline
 
@@ -231,7 +231,7 @@ def test_an_argument_that_failed(mesh: Mesh) -> None:
 
 def test_it_is_a_future_of_the_standard_library(mesh: Mesh) -> None:
     futures = [mesh.submit(pow, 2, n) for n in range(4)]
-    assert gathered(futures).result() == [1, 2, 4, 8]
+    assert gather(futures).result() == [1, 2, 4, 8]
     assert wait(futures, timeout=60).not_done == set()
 
     async def awaited() -> list[Any]:
@@ -273,9 +273,9 @@ def test_what_cannot_be_submitted(mesh: Mesh) -> None:
 def test_the_timeline_shows_functions_beside_the_calls(mesh: Mesh, tmp_path: Path) -> None:
     with timeline.recording(tmp_path) as path:
         mesh.submit(here, rank=1).result()
-        with timeline.unshown():
+        with timeline.hide_calls():
             mesh.submit(gc.collect).result()
-    events = list(timeline._events(path))
+    events = list(timeline._read_events(path))
     meshes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     shown = [(meshes[event["pid"]], event["name"]) for event in events if event["ph"] == "X"]
     assert shown == [("judges.helper", "submit(here)")]

@@ -11,11 +11,11 @@ import filelock
 import pytest
 
 from nrl.ops.doctor.hardware import memory
-from nrl.runtime import node
 from nrl.runtime.node import cgroups
-from nrl.runtime.node.clock import clock_and_cores
-from nrl.runtime.node.machine import facts
+from nrl.runtime.node.clock import read_clock_and_cores
+from nrl.runtime.node.machine import collect_facts
 from nrl.runtime.node.probe import Probe
+from nrl.runtime.ray.nodes import PORTABLE
 
 BASE = Path(getattr(sys, "_base_executable", sys.executable)).resolve()
 GIB = 1 << 30
@@ -51,26 +51,28 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cores_are_those_of_the_mask_and_of_the_quota(
     files: dict[str, str], cores: int, large: None, tmp_path: Path
 ) -> None:
-    assert cgroups.cores(written(tmp_path, files)) == cores
-    assert facts(tmp_path)["cores"]["usable"] == cores
+    assert cgroups.usable_cores(written(tmp_path, files)) == cores
+    assert collect_facts(tmp_path)["cores"]["usable"] == cores
 
 
 def test_a_mask_that_is_less_than_the_quota(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {5, 7}, raising=False)
-    assert cgroups.cores(written(tmp_path, {"sys/fs/cgroup/cpu.max": "800000 100000\n"})) == 2
+    assert cgroups.usable_cores(written(tmp_path, {"sys/fs/cgroup/cpu.max": "800000 100000\n"})) == 2
 
 
 def test_a_host_says_what_its_quota_allows(large: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cgroups, "quota", lambda root: 8.0)
-    assert clock_and_cores()[1] == 8
+    monkeypatch.setattr(cgroups, "cpu_quota", lambda root: 8.0)
+    assert read_clock_and_cores()[1] == 8
 
 
 def test_it_travels_to_a_python_that_has_no_nrl(tmp_path: Path) -> None:
-    cloudpickle.register_pickle_by_value(node)
+    for module in PORTABLE:
+        cloudpickle.register_pickle_by_value(module)
     try:
-        (tmp_path / "shipped").write_bytes(cloudpickle.dumps((clock_and_cores, Probe)))
+        (tmp_path / "shipped").write_bytes(cloudpickle.dumps((read_clock_and_cores, Probe)))
     finally:
-        cloudpickle.unregister_pickle_by_value(node)
+        for module in PORTABLE:
+            cloudpickle.unregister_pickle_by_value(module)
     (tmp_path / "site").mkdir()
     for package in (cloudpickle, filelock):
         shutil.copytree(Path(str(package.__file__)).parent, tmp_path / "site" / package.__name__)
@@ -78,10 +80,10 @@ def test_it_travels_to_a_python_that_has_no_nrl(tmp_path: Path) -> None:
         f"import pickle, sys; sys.path.insert(0, {str(tmp_path / 'site')!r})\n"
         "import importlib.util; assert importlib.util.find_spec('nrl') is None\n"
         f"clock_and_cores, Probe = pickle.load(open({str(tmp_path / 'shipped')!r}, 'rb'))\n"
-        "print(clock_and_cores()[1], Probe().facts('2.60.0')['cores']['usable'])"
+        "print(clock_and_cores()[1], Probe().collect_facts('2.60.0')['cores']['usable'])"
     )
     done = subprocess.run([BASE, "-I", "-c", program], capture_output=True, text=True)
-    assert done.stdout.split() == [str(cgroups.cores())] * 2, done.stderr
+    assert done.stdout.split() == [str(cgroups.usable_cores())] * 2, done.stderr
 
 
 V2, V1 = "sys/fs/cgroup", "sys/fs/cgroup/memory"
@@ -130,8 +132,8 @@ def test_memory_is_what_the_limit_leaves(
 ) -> None:
     meminfo = f"MemTotal: {64 << 20} kB\nMemAvailable: {60 << 20} kB\n"
     root = written(tmp_path, {"proc/meminfo": meminfo, **files})
-    assert cgroups.memory(root) == (limit, left)
-    found = facts(root)
+    assert cgroups.memory_limit(root) == (limit, left)
+    found = collect_facts(root)
     assert found["memory"] == {
         "total": 64 * GIB,
         "available": 60 * GIB if left is None else left,

@@ -24,10 +24,10 @@ from nrl.errors import ClusterError, LostActor, PlacementError
 from nrl.runtime import Executable, P, Slots, process, shard_map
 from nrl.runtime.mesh.placement import Strategy
 from nrl.runtime.ray import placement_groups
-from nrl.runtime.ray.placement_groups import Wanted
-from nrl.runtime.restart_state import beginning_again
+from nrl.runtime.ray.placement_groups import SlotRequest
+from nrl.runtime.restart_state import mark_restart
 from nrl.runtime.trace.timeline import recording
-from nrl.runtime.venvs.environments import used
+from nrl.runtime.venvs.environments import is_in_use
 from tests.children import server
 from tests.processes import descendants, settled, titles
 
@@ -141,7 +141,7 @@ def reserves(address: str, say: Callable[[Any], None]) -> None:
         patch.setattr(placement_groups, "PATIENCE", 2.0)
         with pytest.raises(PlacementError, match=r"reserve: 9 slots .* cannot be had \(waited 3 s\)"):
             cluster.reserve(9, least=3, deadline=3)  # a first start waits for all
-        with redirect_stderr(io.StringIO()) as lines, beginning_again():
+        with redirect_stderr(io.StringIO()) as lines, mark_restart():
             say([len(cluster.reserve(9, least=3)), lines.getvalue()])
     with nrl.cluster(address, deadline=60) as cluster, pytest.raises(PlacementError) as caught:
         cluster.reserve(3, per_host=3, deadline=2)
@@ -178,8 +178,13 @@ def where(x: Tensor) -> Tensor:
     source = Path(nrl.__file__).parents[1]
     program = "from importlib.util import find_spec; print(find_spec('nrl').origin)"
     child = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
-    here = sys.prefix.startswith(folder) and cowsay.__file__.startswith(folder) and used(Path(sys.prefix))
-    here = here and source.parent == Path(folder) / ".sources" and used(source) and child.stdout.strip() == nrl.__file__
+    here = sys.prefix.startswith(folder) and cowsay.__file__.startswith(folder) and is_in_use(Path(sys.prefix))
+    here = (
+        here
+        and source.parent == Path(folder) / ".sources"
+        and is_in_use(source)
+        and child.stdout.strip() == nrl.__file__
+    )
     return torch.tensor([["ab".index(Path(folder).name), float(here), float(total)]]).expand(len(x), 3).clone()
 
 
@@ -370,7 +375,7 @@ def shares_gpus(address: str, say: Callable[[Any], None]) -> None:
     with nrl.cluster(address, deadline=200) as cluster:
         settled(lambda: ray.available_resources()["CPU"] < sum(n["Resources"].get("CPU", 0) for n in alive()), 20)
         assert not cluster.reserve(int(ray.available_resources()["CPU"]) - 1).gpus
-        say(Wanted(2, "PACK", None, gpu=True).waiting(3))
+        say(SlotRequest(2, "PACK", None, gpu=True).describe_wait(3))
         say("at it")
         slots = cluster.reserve(2)
         assert slots.gpus

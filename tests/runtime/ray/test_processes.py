@@ -15,8 +15,8 @@ from benchmarks.driver import Nowhere, Parts, stood_in
 from nrl.batch import Batch, deal
 from nrl.runtime import P, shard_map
 from nrl.runtime.mesh.placement import Mesh
-from nrl.runtime.ray.codec.messages import FUNCTIONS, unfolded
-from nrl.runtime.ray.codec.pickling import deserialized, serialized
+from nrl.runtime.ray.codec.messages import CACHED_FUNCTIONS, decode
+from nrl.runtime.ray.codec.pickling import deserialize, serialize
 from nrl.runtime.ray.results import Pending, PendingRows
 
 RANKS = 3
@@ -25,7 +25,7 @@ RANKS = 3
 @pytest.fixture
 def cluster() -> Iterator[Nowhere]:
     with stood_in(Parts()), Nowhere("nowhere") as entered:
-        nothing = serialized(None, "")
+        nothing = serialize(None, "")
         entered.replies.each = lambda rank: [nothing]
         yield entered
 
@@ -65,11 +65,11 @@ def test_a_large_function_is_put_once(mesh: Mesh, puts: list[Any]) -> None:
 def test_as_many_large_functions_are_kept_as_processes_remember(mesh: Mesh, puts: list[Any]) -> None:
     kept: Any = mesh.processes.stored.functions  # type: ignore[attr-defined]
     first = partial(add, torch.full((20_000,), -1.0))
-    for number in range(FUNCTIONS + 3):
+    for number in range(CACHED_FUNCTIONS + 3):
         shard_map(partial(add, torch.full((20_000,), float(number))), mesh, P("dp"), P())(torch.zeros(6))
         shard_map(first, mesh, P("dp"), P())(torch.zeros(6))
-    assert len(kept) == FUNCTIONS
-    assert len(puts) == FUNCTIONS + 4  # the first, which is always used, is not put again
+    assert len(kept) == CACHED_FUNCTIONS
+    assert len(puts) == CACHED_FUNCTIONS + 4  # the first, which is always used, is not put again
 
 
 def skewed(rows: int = 60, width: int = 2048) -> Batch:
@@ -92,9 +92,9 @@ def test_shards_travel_without_padding_and_arrive_whole(cluster: Nowhere, mesh: 
     assert tokens * 17 < size < tokens * 17 + RANKS * 10_000 < batch["input_ids"].numel() * 17 / 10
     assert len(sent) == RANKS
     for args, rows in zip(sent, deal(batch, RANKS), strict=True):
-        order, beside = unfolded(args[0], [pickle.loads(ref.held[0], buffers=ref.held[1:]) for ref in args[1:]])
+        order, beside = decode(args[0], [pickle.loads(ref.held[0], buffers=ref.held[1:]) for ref in args[1:]])
         [place] = order.args[0].parts
-        found, _ = deserialized(beside[place])
+        found, _ = deserialize(beside[place])
         assert found.is_locked
         assert (found == batch[rows]).all()
 
@@ -120,6 +120,10 @@ def test_a_result_that_holds_just_some_rows_is_found() -> None:
         torch.tensor([], dtype=torch.int64),
     ]
     pending: Any = Pending(None, ["a", "b", "c", "d"], list, rows, None)  # type: ignore[arg-type]
-    assert [PendingRows(pending, index).alone() for index in (rows[2].clone(), rows[0], rows[3])] == ["c", "a", "b"]
-    assert PendingRows(pending, torch.tensor([1])).alone() is None
-    assert PendingRows(Pending(None, ["a"], list, None, None), rows[0]).alone() is None  # type: ignore[arg-type]
+    assert [PendingRows(pending, index).find_exact_result() for index in (rows[2].clone(), rows[0], rows[3])] == [
+        "c",
+        "a",
+        "b",
+    ]
+    assert PendingRows(pending, torch.tensor([1])).find_exact_result() is None
+    assert PendingRows(Pending(None, ["a"], list, None, None), rows[0]).find_exact_result() is None  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ from torch import Tensor
 
 import nrl
 from nrl.batch import Batch, assign, microbatches
-from nrl.batch.ragged import ragged, rows_of
+from nrl.batch.ragged import make_ragged, rows_of
 from nrl.runtime import Cluster, P, shard_map
 
 pytestmark = pytest.mark.ray
@@ -24,7 +24,7 @@ def test_columns_are_what_they_are_declared_to_be_in_other_processes(on_ray: Clu
     mask = torch.arange(4) < torch.tensor([[2], [4], [3]])
     batch = assign(
         Batch({}, batch_size=[3]), input_ids=mask.long(), attention_mask=mask, mine=torch.zeros(3, 4),
-        numbers=torch.zeros(3, 4), media=ragged([torch.ones(2, 3), torch.ones(0, 3), torch.full((1, 3), 2.0)]),
+        numbers=torch.zeros(3, 4), media=make_ragged([torch.ones(2, 3), torch.ones(0, 3), torch.full((1, 3), 2.0)]),
     )  # fmt: skip
     with nrl.cluster("local") as local:
         for cluster in (on_ray, local):

@@ -25,7 +25,7 @@ from nrl.errors import (
 )
 from nrl.runtime import Cluster, Executable, Mesh, P, Slots, donated, merged, process, resident, shard_map
 from nrl.runtime.mesh.processes import Out
-from nrl.runtime.ray.codec.pickling import deserialized
+from nrl.runtime.ray.codec.pickling import deserialize
 
 pytestmark = pytest.mark.ray
 
@@ -60,7 +60,7 @@ def batch_of(lengths: list[int], width: int = 8) -> Batch:
 def test_what_ranks_return_whose_rows_are_the_same(square: Mesh) -> None:
     """Of each shard one rank sends, or every rank does: the files that each has written, for instance."""
     args: list[list[Any]] = [[]] * 4
-    one, every = square.processes.call("ranks", lambda: (process().rank,) * 2, args, (Out.each, Out.all))
+    one, every = square.processes.call("ranks", lambda: (process().rank,) * 2, args, (Out.per_shard, Out.all))
     assert [len(reply.then(list).result()) for reply in (one, every)] == [2, 4]
     assert every.then(list).result() == [0, 1, 2, 3]
 
@@ -187,7 +187,7 @@ def test_results_are_in_memory_of_their_own(alone: Mesh, spec: P) -> None:
     found = future.result()
     found.mul_(5)  # lawful: it is the caller's
     [parts] = ray.get(future.refs)
-    shared = deserialized(parts)[0]
+    shared = deserialize(parts)[0]
     assert found.unique().tolist() == [5.0]
     assert shared.unique().tolist() == [1.0]
 
@@ -366,10 +366,10 @@ class Sleeper:
     def __init__(self) -> None:
         self.story = ["made"]
 
-    def rest(self) -> None:
+    def offload(self) -> None:
         self.story.append("rest")
 
-    def wake(self) -> None:
+    def onload(self) -> None:
         self.story.append("wake")
 
 

@@ -19,9 +19,9 @@ from nrl.batch import Batch
 from nrl.errors import ClusterError, ConsumedState
 from nrl.runtime import Mesh, donated, resident, shard_map
 from nrl.runtime.mesh.processes import Out
-from nrl.runtime.ray.pending_call import Seat
+from nrl.runtime.ray.pending_call import ActorLocation
 from nrl.runtime.ray.processes import RayProcesses
-from nrl.runtime.ray.signal_guard import deferred
+from nrl.runtime.ray.signal_guard import defer_signals
 from tests.backends.bigram import Bigram
 
 Handler = Callable[[int, FrameType | None], Any]
@@ -63,16 +63,16 @@ def calls(mesh: Mesh, then: Callable[[int], None]) -> tuple[RayProcesses, list[i
         return SimpleNamespace(do=SimpleNamespace(remote=remote, options=lambda **_: SimpleNamespace(remote=remote)))
 
     actors = [actor(rank) for rank in range(mesh.size)]
-    return RayProcesses(mesh, actors, [Seat("node", "address")] * mesh.size, 60.0, actor), got
+    return RayProcesses(mesh, actors, [ActorLocation("node", "address")] * mesh.size, 60.0, actor), got
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_waits_until_a_call_has_gone_out_whole(mesh: Mesh, handled: list[int], number: int) -> None:
     processes, got = calls(mesh, lambda rank: os.kill(os.getpid(), number) if rank == 0 else None)
     with pytest.raises(InterruptedError):
-        processes.call("test", len, [([],)] * 3, Out.each)
+        processes.call("test", len, [([],)] * 3, Out.per_shard)
     assert (got, handled) == ([0, 1, 2], [number])
-    assert not processes.ended
+    assert not processes.has_ended
 
 
 def step(value: int) -> int:
@@ -107,7 +107,7 @@ class GoesOut:
         return getattr(self.processes, name)
 
     def call(self, who: str, *given: Any, **options: Any) -> Any:
-        with deferred():
+        with defer_signals():
             if who.startswith("train_step"):
                 os.kill(os.getpid(), signal.SIGINT)
             return self.processes.call(who, *given, **options)
@@ -145,12 +145,12 @@ def test_a_call_that_went_out_in_part_ends_its_mesh(mesh: Mesh, monkeypatch: pyt
         "been ended; make another one"
     )
     with pytest.raises(MemoryError) as caught:
-        processes.call("test", len, [([],)] * 3, Out.each)
+        processes.call("test", len, [([],)] * 3, Out.per_shard)
     assert caught.value.__notes__ == [text]
-    assert processes.ended
+    assert processes.has_ended
     assert killed == processes.actors
     with pytest.raises(ClusterError) as ended:
-        processes.call("again", len, [([],)] * 3, Out.each)
+        processes.call("again", len, [([],)] * 3, Out.per_shard)
     assert str(ended.value) == text
     assert got == [0]
 
@@ -162,7 +162,7 @@ def test_each_signal_is_told_once_after_the_block(handled: list[int]) -> None:
         assert handled == []
 
     with pytest.raises(InterruptedError):
-        deferred()(body)()
+        defer_signals()(body)()
     assert sorted(handled) == [signal.SIGINT, signal.SIGTERM]
 
 
@@ -174,25 +174,25 @@ def test_a_second_one_goes_through(handled: list[int]) -> None:
         pytest.fail("nobody could end it")
 
     with pytest.raises(InterruptedError):
-        deferred()(hangs)()
+        defer_signals()(hangs)()
     assert handled == [signal.SIGINT, signal.SIGINT]
 
 
 def test_blocks_within_blocks_wait_for_the_outermost(handled: list[int]) -> None:
     def outer() -> None:
-        with deferred():
+        with defer_signals():
             os.kill(os.getpid(), signal.SIGINT)
         assert handled == []
 
     with pytest.raises(InterruptedError):
-        deferred()(outer)()
+        defer_signals()(outer)()
     assert handled == [signal.SIGINT]
 
 
 def test_what_the_system_does_is_left_to_it() -> None:
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        with deferred():
+        with defer_signals():
             assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -202,7 +202,7 @@ def test_another_thread_has_nothing_to_defer() -> None:
     found: list[bool] = []
 
     def body() -> None:
-        with deferred():
+        with defer_signals():
             found.append(True)
 
     thread = threading.Thread(target=body)

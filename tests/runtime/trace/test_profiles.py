@@ -17,7 +17,7 @@ import torch
 import nrl
 from nrl.data import counting
 from nrl.errors import ConfigError
-from nrl.runtime.ray.nodes import command
+from nrl.runtime.ray.nodes import interpreter_command
 from nrl.runtime.trace import profiles, timeline
 
 
@@ -51,7 +51,7 @@ def call(mesh: str, name: str, size: int = 1) -> None:
     ],
 )
 def test_steps_are_asked_for_by_mesh(text: str, steps: Mapping[str, list[int]]) -> None:
-    found = {mesh: [step for each in ranges for step in each] for mesh, ranges in profiles.parsed(text).items()}
+    found = {mesh: [step for each in ranges for step in each] for mesh, ranges in profiles.parse_steps(text).items()}
     assert found == steps
 
 
@@ -61,7 +61,7 @@ def test_steps_are_asked_for_by_mesh(text: str, steps: Mapping[str, list[int]]) 
 def test_what_cannot_be_read_is_refused_with_the_grammar(text: str) -> None:
     message = rf"NRL_PROFILE: '{text}' cannot be read; give <mesh>:<steps>, where .* NRL_PROFILE=trainer:3, trainer:3-5"
     with pytest.raises(ConfigError, match=message):
-        profiles.parsed(f"sampler:1;{text}")
+        profiles.parse_steps(f"sampler:1;{text}")
 
 
 def test_a_run_refuses_it_before_its_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +122,7 @@ def test_calls_on_a_mesh_of_this_process_are_traced(tmp_path: Path, monkeypatch:
     (trace,) = (tmp_path / "profile").iterdir()
     assert trace.name.startswith("step2-adder-rank0-0-")
     assert "aten::cumsum" in operators(trace)
-    assert timeline.busy(tmp_path / "timeline.json")["train"]["adder"] > 0
+    assert timeline.busy_shares(tmp_path / "timeline.json")["train"]["adder"] > 0
 
 
 def test_what_had_no_trace_is_said_at_the_end(
@@ -243,7 +243,7 @@ def test_the_interpreter_is_started_under_nsys(tmp_path: Path, monkeypatch: pyte
     python.symlink_to(sys.executable)
     monkeypatch.setenv("NRL_NSIGHT", "sampler, trainer")
     with profiles.profiling(tmp_path / "a run", {}):
-        text = f"exec {command('trainer', str(python))} -c {shlex.quote('print(1 + 1)')}"
+        text = f"exec {interpreter_command('trainer', str(python))} -c {shlex.quote('print(1 + 1)')}"
     environ = os.environ | {"PATH": f"{bin}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, env=environ, check=True)
     assert done.stdout.splitlines() == [

@@ -84,7 +84,7 @@ def test_a_clock_that_is_set_changes_no_duration(tmp_path: Path, monkeypatch: py
     """Whenever somebody asks what time it is, it has been set meanwhile."""
     clock = itertools.count(2e9, jump)
     monkeypatch.setattr(time, "time", lambda: float(next(clock)))
-    before = timeline.spent("publish")
+    before = timeline.seconds_spent("publish")
     with timeline.recording(tmp_path) as path:
         for _ in range(3):
             with timeline.span("publish"):
@@ -92,7 +92,7 @@ def test_a_clock_that_is_set_changes_no_duration(tmp_path: Path, monkeypatch: py
         with nrl.cluster("local") as cluster:
             mesh = cluster.reserve(1).mesh(name="trainer")
             nrl.shard_map(lambda x: x, mesh, nrl.P("dp"), nrl.P("dp"))(torch.zeros(2)).result()
-    assert 0.003 <= timeline.spent("publish") - before < 60
+    assert 0.003 <= timeline.seconds_spent("publish") - before < 60
     events = [event for event in read(path) if event["ph"] == "X"]
     assert len(events) == 4
     assert all(0 <= event["dur"] < 60e6 for event in events)
@@ -330,7 +330,7 @@ def test_the_share_is_of_the_time_of_the_steps(tmp_path: Path) -> None:
         timeline.record("sampler", 0, "x", 20.0, 30.0)  # between the steps
         timeline.record("driver", 0, "train 0", 10.0, 20.0, loop="train")
         timeline.record("driver", 0, "train 1", 30.0, 40.0, loop="train")
-    assert timeline.busy(path) == {"train": {"trainer": pytest.approx((3 / 20 + 1 / 20) / 2), "sampler": 0.0}}
+    assert timeline.busy_shares(path) == {"train": {"trainer": pytest.approx((3 / 20 + 1 / 20) / 2), "sampler": 0.0}}
 
 
 # --- what it costs

@@ -20,11 +20,11 @@ from typing import Any
 import cloudpickle
 import filelock
 
-from nrl.runtime import node
+from nrl.runtime.ray.nodes import PORTABLE
 from nrl.runtime.venvs import environments
-from nrl.runtime.venvs.building import provide
-from nrl.runtime.venvs.environments import DISTRIBUTION, Recipe, here
-from nrl.runtime.venvs.installer import uv
+from nrl.runtime.venvs.building import ensure_env
+from nrl.runtime.venvs.environments import DISTRIBUTION, Recipe, current_platform
+from nrl.runtime.venvs.installer import run_uv
 from nrl.runtime.venvs.wheels import Wheel, content_digest
 
 __all__ = [
@@ -76,12 +76,17 @@ def recipe_of(*wheels: Wheel, executable: str = "tiny", requirements: Iterable[s
         name = line.replace("=", " ").split()[0]
         packages[name] = {"version": "1.0", "source": "index", "digest": hashlib.sha256(line.encode()).hexdigest()[:16]}
     python = ".".join(map(str, sys.version_info[:3]))
-    inventory = {"format": 1, "python": python, "platform": here(), "packages": dict(sorted(packages.items()))}
+    inventory = {
+        "format": 1,
+        "python": python,
+        "platform": current_platform(),
+        "packages": dict(sorted(packages.items())),
+    }
     return Recipe(
         name=f"{executable}-{hashlib.sha256(repr(inventory).encode()).hexdigest()[:12]}",
         executable=executable,
         python=python,
-        platform=here(),
+        platform=current_platform(),
         requirements=tuple(requirements),
         wheels={wheel.name: wheel.content for wheel in wheels},
         inventory=inventory,
@@ -184,7 +189,7 @@ def project_of(folder: Path) -> Path:
         f'[project]\nname = "{DISTRIBUTION}"\nversion = "9.9"\n'
         '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
     )
-    uv(["lock", "--quiet", f"--python={sys.executable}"], cwd=root)
+    run_uv(["lock", "--quiet", f"--python={sys.executable}"], cwd=root)
     return root
 
 
@@ -227,11 +232,13 @@ def bare_builder(recipe: Recipe, folder: Path, scratch: Path, *, prelude: str = 
         site.mkdir(parents=True)
         for package in (cloudpickle, filelock):
             shutil.copytree(Path(str(package.__file__)).parent, site / package.__name__)
-    cloudpickle.register_pickle_by_value(node)
+    for module in PORTABLE:
+        cloudpickle.register_pickle_by_value(module)
     try:
-        shipped = cloudpickle.dumps((provide, recipe))
+        shipped = cloudpickle.dumps((ensure_env, recipe))
     finally:
-        cloudpickle.unregister_pickle_by_value(node)
+        for module in PORTABLE:
+            cloudpickle.unregister_pickle_by_value(module)
     (scratch / "shipped").write_bytes(shipped)
     program = (
         f"import sys; sys.path.insert(0, {str(site)!r})\n"
@@ -248,7 +255,9 @@ def bare_builder(recipe: Recipe, folder: Path, scratch: Path, *, prelude: str = 
 @contextlib.contextmanager
 def held(env: Path) -> Iterator[None]:
     """While entered, a process runs in an environment, as those of a mesh do."""
-    program = "import sys, time; sys.path.insert(0, sys.argv[1]); import environments as p; p.hold(p.Path(sys.argv[2]))"
+    program = (
+        "import sys, time; sys.path.insert(0, sys.argv[1]); import environments as p; p.lock_env(p.Path(sys.argv[2]))"
+    )
     command = [
         sys.executable,
         "-c",

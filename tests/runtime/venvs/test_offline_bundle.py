@@ -12,7 +12,7 @@ import pytest
 
 from nrl.errors import ExecutableError
 from nrl.runtime.venvs import offline_bundle
-from nrl.runtime.venvs.installer import uv
+from nrl.runtime.venvs.installer import run_uv
 from nrl.runtime.venvs.offline_bundle import collect
 from nrl.runtime.venvs.registry import Executable
 from tests.runtime.venvs.recipe_parts import index_of, run, wheel_of
@@ -95,7 +95,7 @@ def test_what_builds_a_source_archive_and_the_locks_uv(
     monkeypatch.setenv("UV_DEFAULT_INDEX", variables["UV_DEFAULT_INDEX"])
     text = (mine / "pyproject.toml").read_text()
     (mine / "pyproject.toml").write_text(text.replace('"one"]', '"one", "four", "uv==1.0"]'))
-    uv(["lock", "--quiet", f"--python={sys.executable}"], cwd=mine)
+    run_uv(["lock", "--quiet", f"--python={sys.executable}"], cwd=mine)
     collect(["base"], tmp_path / "wheels")
     files = {file.name for file in (tmp_path / "wheels").iterdir()}
     assert "four-1.0.tar.gz" in files
@@ -104,9 +104,9 @@ def test_what_builds_a_source_archive_and_the_locks_uv(
 
 def test_what_builds_a_package_that_does_not_say(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text("")
-    assert offline_bundle._requires(tmp_path) == ["setuptools>=40.8.0", "wheel"]
+    assert offline_bundle._build_requirements(tmp_path) == ["setuptools>=40.8.0", "wheel"]
     (tmp_path / "old-1.0.tar.gz").write_bytes(source_of(tmp_path, "old", ""))
-    assert offline_bundle._requires(tmp_path / "old-1.0.tar.gz") == ["setuptools>=40.8.0", "wheel"]
+    assert offline_bundle._build_requirements(tmp_path / "old-1.0.tar.gz") == ["setuptools>=40.8.0", "wheel"]
 
 
 def test_a_package_that_no_index_has_is_refused(mine: Path, tmp_path: Path) -> None:
@@ -119,28 +119,28 @@ def test_a_package_that_no_index_has_is_refused(mine: Path, tmp_path: Path) -> N
         assert os.spawnvp(os.P_WAIT, "git", ["git", "-C", str(git), *identity, *words]) == 0
     text = (mine / "pyproject.toml").read_text()
     (mine / "pyproject.toml").write_text(text.replace('"one"]', f'"one", "four @ git+{git.as_uri()}"]'))
-    uv(["lock", "--quiet", f"--python={sys.executable}"], cwd=mine)
+    run_uv(["lock", "--quiet", f"--python={sys.executable}"], cwd=mine)
     with pytest.raises(ExecutableError, match=r"^wheels: executable 'base' has four from no index, .*take uv's cache"):
         collect(["base"], tmp_path / "wheels")
 
 
 def test_a_python_without_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(*offline_bundle._pip(), "--version").startswith("pip ")
+    assert run(*offline_bundle._find_pip(), "--version").startswith("pip ")
     bare = tmp_path / "bare"
-    uv(["venv", "--quiet", "--no-project", f"--python={sys.executable}", str(bare)], cwd=tmp_path)
+    run_uv(["venv", "--quiet", "--no-project", f"--python={sys.executable}", str(bare)], cwd=tmp_path)
     monkeypatch.setattr(sys, "executable", str(bare / "bin" / "python"))
     monkeypatch.setattr(sys, "_base_executable", "/bin/false")
-    python, pip = offline_bundle._pip()
+    python, pip = offline_bundle._find_pip()
     assert python == sys.executable
     assert Path(pip).parent.is_file()  # the wheel that Python brings
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ExecutableError, match="^wheels: .* has no pip, .*install it with `uv pip install pip`"):
-        offline_bundle._pip()
+        offline_bundle._find_pip()
 
 
 def test_the_indexes_of_uv_are_those_of_pip() -> None:
-    assert offline_bundle._indexes({}) == []
-    assert offline_bundle._indexes(
+    assert offline_bundle._index_options({}) == []
+    assert offline_bundle._index_options(
         {
             "UV_DEFAULT_INDEX": "main=https://a.example/simple?key=1",
             "UV_INDEX": "near=https://b.example/simple https://c.example/simple",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nrl.algos import LogitsOutput, ids_column, output_kind
 from nrl.backends.models.moe_routers import Routers
-from nrl.backends.training.router_replay import routes_of
+from nrl.backends.training.router_replay import select_routes
 from nrl.batch import Batch, lengths
 from nrl.batch.columns import kind_of
 from nrl.batch.packed_rows import Packing, Rectangles, Sequences
@@ -26,23 +26,23 @@ __all__ = [
     "Plan",
     "check_room",
     "columns_at",
-    "last",
-    "left_out_of",
+    "find_skipped",
+    "last_mask",
+    "output_mask",
     "plan",
-    "predicted",
-    "read_by",
-    "with_outputs",
+    "predicted_mask",
+    "read_mask",
 ]
 
 
 class Outputs(NamedTuple):
-    """Outputs at some tokens of a batch, or for some of its rows.
+    """Outputs at tokens of a batch, or for rows of a batch.
 
     Args:
         values: ``[n, ...]`` each, on the device, by name.
         source: ``[n]`` int64, on the device: the token of the flattened batch that each value is for, or the row.
         shape: of the outputs of the whole batch, ``(*b, T)``, or ``(*b)`` for rows.
-        around: what a backward pass happens in, because it may compute layers again.
+        around: the context of a backward pass, which may compute layers again.
 
     >>> out = Outputs({"logprobs": torch.tensor([-2.0])}, torch.tensor([1]), torch.Size([1, 3]))
     >>> out.scatter(out.values["logprobs"])
@@ -55,9 +55,9 @@ class Outputs(NamedTuple):
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def scatter(self, values: Tensor) -> Tensor:
-        """Values in the shape of the batch, with zeros elsewhere."""
-        whole = values.new_zeros(self.shape.numel(), *values.shape[1:]).index_copy(0, self.source, values)
-        return whole.view(*self.shape, *values.shape[1:])
+        """Return values in the shape of the batch, with zeros elsewhere."""
+        full = values.new_zeros(self.shape.numel(), *values.shape[1:]).index_copy(0, self.source, values)
+        return full.view(*self.shape, *values.shape[1:])
 
     def backward(self, gradients: Mapping[str, Tensor] | None) -> None:
         """Backpropagate gradients for the scattered values into the parameters; None: zeros."""
@@ -70,44 +70,46 @@ class Outputs(NamedTuple):
             torch.autograd.backward([x for x, _ in parts], [gradient for _, gradient in parts])
 
 
-def predicted(batch: Batch) -> Tensor:
-    """``[*b, T]`` bool: the tokens that have another one before them in their row.
+def predicted_mask(batch: Batch) -> Tensor:
+    """Return ``[*b, T]`` bool: the tokens with another token before them in their row.
 
-    >>> predicted(Batch({"input_ids": torch.tensor([[5, 6, 7]])}, batch_size=[1]))
+    >>> predicted_mask(Batch({"input_ids": torch.tensor([[5, 6, 7]])}, batch_size=[1]))
     tensor([[False,  True,  True]])
     """
     column = torch.arange(batch["input_ids"].shape[-1])
     return (column > 0) & (column < lengths(batch).unsqueeze(-1))
 
 
-def last(batch: Batch) -> Tensor:
-    """``[*b, T]`` bool: the last token of each row that has one.
+def last_mask(batch: Batch) -> Tensor:
+    """Return ``[*b, T]`` bool: the last token of each row that has one.
 
-    >>> last(Batch({"input_ids": torch.tensor([[5, 6, 7]])}, batch_size=[1]))
+    >>> last_mask(Batch({"input_ids": torch.tensor([[5, 6, 7]])}, batch_size=[1]))
     tensor([[False, False,  True]])
     """
     return torch.arange(batch["input_ids"].shape[-1]) == lengths(batch).unsqueeze(-1) - 1
 
 
-def with_outputs(batch: Batch, head: str) -> Tensor:
-    """``[*b, T]`` bool: the tokens that a head has outputs for, by its name in `nrl.backends.Model`."""
-    return last(batch) if head == "reward" else predicted(batch)
+def output_mask(batch: Batch, head: str) -> Tensor:
+    """Return ``[*b, T]`` bool: the tokens that a head has outputs for, by its name in `nrl.backends.Model`."""
+    return last_mask(batch) if head == "reward" else predicted_mask(batch)
 
 
-def read_by(batch: Batch, head: str, everywhere: bool) -> Tensor:
-    """``[*b, T]`` bool: of the tokens `with_outputs`, those that a loss reads: all, or those of ``loss_mask``."""
-    every = with_outputs(batch, head)
-    return every if everywhere or head == "reward" or "loss_mask" not in batch.keys() else every & batch["loss_mask"]
+def read_mask(batch: Batch, head: str, everywhere: bool) -> Tensor:
+    """Return ``[*b, T]`` bool: the tokens of `output_mask` that a loss reads: all, or those of ``loss_mask``."""
+    outputs = output_mask(batch, head)
+    return (
+        outputs if everywhere or head == "reward" or "loss_mask" not in batch.keys() else outputs & batch["loss_mask"]
+    )
 
 
-def left_out_of(batch: Batch, wanted: Tensor, head: str) -> Tensor:
-    """``[k]`` int64, the places of the flattened outputs that have not been computed, because they are not wanted.
+def find_skipped(batch: Batch, computed: Tensor, head: str) -> Tensor:
+    """Return ``[k]`` int64, the indices of the flattened outputs that are not computed.
 
     >>> batch = Batch({"input_ids": torch.tensor([[5, 6, 7]])}, batch_size=[1])
-    >>> left_out_of(batch, torch.tensor([[False, True, False]]), "lm")
+    >>> find_skipped(batch, torch.tensor([[False, True, False]]), "lm")
     tensor([2])
     """
-    return torch.nonzero((with_outputs(batch, head) & ~wanted).flatten())[:, 0]
+    return torch.nonzero((output_mask(batch, head) & ~computed).flatten())[:, 0]
 
 
 class Plan(NamedTuple):
@@ -115,7 +117,7 @@ class Plan(NamedTuple):
 
     Args:
         inputs: of the body of the model, on the CPU.
-        rows: of packed tokens; None: they are padded.
+        rows: of packed tokens; None: tokens are padded.
         places: ``[n]`` int64, the tokens of the flattened inputs whose hidden states are read; None: no forward.
         targets: ``[n]`` or ``[n, k]`` int64, for each column of ids whose log-probabilities are wanted.
         columns: ``[n, ...]``, what functions of logits read, by column.
@@ -164,20 +166,20 @@ def plan(
 
     Args:
         batch: on the CPU, where all indices are computed.
-        wanted: ``[*b, T]`` bool, within `predicted`; for rewards, within `last`.
-        packing: how the tokens are laid out flat; None: they are not, for the model's own padded forward.
+        wanted: ``[*b, T]`` bool, within `predicted_mask`; for rewards, within `last_mask`.
+        packing: the flat layout of the tokens; None: rows are padded, for the model's own forward.
         words: how many tokens the model knows.
         needs: the names of the outputs.
-        always: send a token through the model even where none is wanted, so that the collectives are those of any other
-            micro-batch. It has no outputs, and its gradient is exactly 0.
-        routers: what replays the column ``routes``, if the batch has one; None: nothing does.
+        always: send a token through the model even if no output is wanted, to make the collectives of any other
+            micro-batch. The token has no outputs, and its gradient is exactly 0.
+        routers: replay the column ``routes``, if the batch has one; None: the trainer cannot.
 
     Raises:
-        BatchError: a token that the model does not know, a route that it cannot take, or too many logits.
+        BatchError: a token outside the vocabulary, an impossible route, or too many logits.
 
     >>> batch = Batch({"input_ids": torch.tensor([[5, 6, 7]])}, batch_size=[1])
-    >>> found = plan(batch, torch.tensor([[False, True, False]]), Rectangles, words=8)
-    >>> found.inputs["input_ids"], found.targets
+    >>> planned = plan(batch, torch.tensor([[False, True, False]]), Rectangles, words=8)
+    >>> planned.inputs["input_ids"], planned.targets
     (tensor([[5]]), {'input_ids': tensor([6])})
     """
     ids = batch["input_ids"]
@@ -187,9 +189,9 @@ def plan(
     before = 0 if of_rows else 1  # how many tokens before a wanted one its hidden state lies
     ends = (wanted * torch.arange(1 - before, 1 - before + ids.shape[-1])).amax(-1)
     source = torch.nonzero(wanted.flatten())[:, 0]
-    laid = _laid_out(batch, packing, ends, source - before, always)
+    laid = _lay_out(batch, packing, ends, source - before, always)
     _check_known("input_ids", laid.inputs["input_ids"], words)
-    routes = routes_of(batch, laid.tokens, laid.read, routers)
+    routes = select_routes(batch, laid.tokens, laid.read, routers)
     columns = [ids_column(need) for need in sorted(needs) if output_kind(need) == "logprobs_at"]
     targets = {}
     for name in ["input_ids", *columns]:
@@ -197,8 +199,8 @@ def plan(
         _check_known(name, targets[name], words)
     temperature = None
     if "temperature" in batch.keys() and not of_rows:
-        each = batch["temperature"].flatten()[source // ids.shape[-1]]
-        temperature = torch.where(each == 0, 1.0, each)
+        temperatures = batch["temperature"].flatten()[source // ids.shape[-1]]
+        temperature = torch.where(temperatures == 0, 1.0, temperatures)
     return Plan(
         inputs=laid.inputs,
         rows=laid.rows,
@@ -215,11 +217,11 @@ def plan(
 
 
 def columns_at(batch: Batch, needs: Collection[str], source: Tensor) -> dict[str, Tensor]:
-    """``[n, ...]``, the columns that functions of logits read, at some tokens of the flattened batch.
+    """Return the columns ``[n, ...]`` that functions of logits read, at tokens of the flattened batch.
 
     Args:
         batch: has the columns, per token or per row.
-        needs: names of outputs, among them those with functions.
+        needs: names of outputs, functions of logits among them.
         source: ``[n]`` int64.
 
     Raises:
@@ -241,11 +243,11 @@ LOGITS_BYTES = 8 * 2**30
 """The most bytes that the logits of a micro-batch, or of a forward, may take in float32; a step holds several such."""
 
 
-def check_room(what: str, tokens: int, words: int, remedy: str) -> None:
+def check_room(subject: str, tokens: int, words: int, remedy: str) -> None:
     """Check that logits of all tokens are not more than a device holds.
 
     Args:
-        what: the logits, in the error.
+        subject: the logits, in the error.
         tokens: their number, with padding.
         words: of the model.
         remedy: how to have fewer tokens.
@@ -258,7 +260,7 @@ def check_room(what: str, tokens: int, words: int, remedy: str) -> None:
     size = 4 * tokens * words
     if size > LOGITS_BYTES:
         raise BatchError(
-            f"{what}: {tokens:,} tokens by {words:,} words take {size / 2**30:.1f} GiB, and at most "
+            f"{subject}: {tokens:,} tokens by {words:,} words take {size / 2**30:.1f} GiB, and at most "
             f"{LOGITS_BYTES / 2**30:g} GiB are computed; {remedy}, or compute the numbers that are needed chunk by "
             "chunk: @needs(nrl.algos.from_logits(fn))"
         )
@@ -273,10 +275,12 @@ def _check_known(column: str, tokens: Tensor, words: int) -> None:
         )
 
 
-class _LaidOut(NamedTuple):
-    """Inputs, how they lie, the places of some tokens among them, which token each is, and whether it is read.
+class _TokenLayout(NamedTuple):
+    """Inputs of the model, and the layout of their tokens.
 
-    And how many tokens of the batch they are, without padding; and how many more they stand for.
+    ``places`` are the indices of the wanted tokens among the inputs, ``tokens`` says which token of the batch each
+    input is, and ``read`` whether anything depends on it. ``computed`` counts the tokens without padding, ``saved``
+    the tokens that rows have in common with these.
     """
 
     inputs: dict[str, Tensor]
@@ -292,36 +296,36 @@ _ONE = torch.zeros(1, dtype=torch.int64)
 """The token of a forward that has no outputs, which may be any."""
 
 
-def _laid_out(batch: Batch, packing: Packing | None, ends: Tensor, places: Tensor, always: bool) -> _LaidOut:
-    """Inputs of rows up to their ends, and where ``places``, which are of the flattened batch, lie among them."""
+def _lay_out(batch: Batch, packing: Packing | None, ends: Tensor, places: Tensor, always: bool) -> _TokenLayout:
+    """Lay out rows up to their ends, and find ``places``, which are of the flattened batch, among the inputs."""
     if packing is None:
-        return _padded(batch, ends, places, always)
+        return _lay_out_padded(batch, ends, places, always)
     tokens = pack(batch, packing=packing, ends=ends, share=None)
-    at: Tensor | None = tokens.place[places]
+    indices: Tensor | None = tokens.place[places]
     source, rows = tokens.source, tokens.rows
     read = rows.real if isinstance(rows, Rectangles) else torch.ones_like(source, dtype=torch.bool)
     computed = int(read.sum())
     if len(source) == 0:
-        one = Batch({"input_ids": _ONE[None]}, batch_size=[1])
-        tokens, at = pack(one, packing=packing), at if always else None
+        single = Batch({"input_ids": _ONE[None]}, batch_size=[1])
+        tokens, indices = pack(single, packing=packing), indices if always else None
         source, read = _ONE, _ONE.bool()
     inputs = {"input_ids": tokens.input_ids[None], "position_ids": tokens.position_ids[None]}
-    return _LaidOut(inputs, tokens.rows, at, source, read, computed, int(ends.sum()) - computed)
+    return _TokenLayout(inputs, tokens.rows, indices, source, read, computed, int(ends.sum()) - computed)
 
 
-def _padded(batch: Batch, ends: Tensor, places: Tensor, always: bool) -> _LaidOut:
-    """The same for padded rows, without those that have nothing wanted."""
+def _lay_out_padded(batch: Batch, ends: Tensor, places: Tensor, always: bool) -> _TokenLayout:
+    """Lay out padded rows, without rows that have no wanted token."""
     ids = batch["input_ids"].flatten(0, -2)
     width, sizes = ids.shape[-1], lengths(batch).flatten()
     rows = torch.nonzero(ends.flatten())[:, 0]  # a row without any token has no softmax
     if len(rows) == 0:
-        one = {"input_ids": _ONE[None], "attention_mask": _ONE[None] + 1}
-        return _LaidOut(one, None, places if always else None, _ONE, _ONE.bool())
+        single = {"input_ids": _ONE[None], "attention_mask": _ONE[None] + 1}
+        return _TokenLayout(single, None, places if always else None, _ONE, _ONE.bool())
     column = torch.arange(width)
     mask = column < sizes[rows, None]
-    place = torch.zeros(len(ids), dtype=torch.int64)
-    place[rows] = torch.arange(len(rows))
-    at = place[places // width] * width + places % width
+    row_index = torch.zeros(len(ids), dtype=torch.int64)
+    row_index[rows] = torch.arange(len(rows))
+    indices = row_index[places // width] * width + places % width
     tokens, read = (rows[:, None] * width + column).flatten(), (column < ends.flatten()[rows, None]).flatten()
     inputs = {"input_ids": ids[rows], "attention_mask": mask.long()}
-    return _LaidOut(inputs, None, at, tokens, read, int(mask.sum()))
+    return _TokenLayout(inputs, None, indices, tokens, read, int(mask.sum()))

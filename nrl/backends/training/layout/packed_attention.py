@@ -1,6 +1,7 @@
 """Attention over packed rows: causal inside of each row, blind to all others.
 
-Each form of packed rows has its own: `OverRectangles` calls a kernel for each block, `OverSequences` for each row.
+Each form of packed rows has its own: `RectangleAttention` calls a kernel for each block, `SequenceAttention` for each
+row.
 """
 
 import warnings
@@ -13,13 +14,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from nrl.backends.training.layout.varlen import attention
 from nrl.batch.packed_rows import Block, Packing, Rectangles, Sequences
 
-__all__ = ["OverRectangles", "OverSequences", "over", "packing_on"]
+__all__ = ["RectangleAttention", "SequenceAttention", "choose_packing", "make_attention"]
 
 _SMALL = 8192
 """Up to so many scores for a row and key-value head, two plain products are faster on a CPU than the fused kernel."""
 
 
-class OverRectangles:
+class RectangleAttention:
     """Attention over rectangles, with their masks, which are made once for all layers.
 
     Args:
@@ -42,12 +43,12 @@ class OverRectangles:
             if block.after is not None:
                 before = (x.index_select(0, block.after.row) for x in earlier[block.after.block])
                 k, v = (torch.cat(pair, 2) for pair in zip(before, (k, v), strict=True))
-            here = None if window is None or window >= k.shape[2] else window
-            outputs.append(self._one(q, k, v, number, here, scaling).transpose(1, 2).flatten(0, 1))
+            block_window = None if window is None or window >= k.shape[2] else window
+            outputs.append(self._one(q, k, v, number, block_window, scaling).transpose(1, 2).flatten(0, 1))
         return torch.cat(outputs)
 
     def _one(self, q: Tensor, k: Tensor, v: Tensor, number: int, window: int | None, scaling: float | None) -> Tensor:
-        """One block: ``[rows, H, width, D]`` against keys ``[rows, h, keys, D]``."""
+        """Attend in one block: ``[rows, H, width, D]`` against keys ``[rows, h, keys, D]``."""
         rows, H, width, D = q.shape
         h, keys = k.shape[1:3]
         group = H // h
@@ -64,7 +65,7 @@ class OverRectangles:
         )
 
     def bias(self, number: int, window: int | None, dtype: torch.dtype, heads: tuple[int, int] | None = None) -> Tensor:
-        """The bias for the scores of a block, minus infinity where a token does not see a key.
+        """Return the bias for the scores of a block, minus infinity where a token does not see a key.
 
         Keys are the tokens of the earlier row, as wide as its block, and then the row's own.
 
@@ -80,7 +81,7 @@ class OverRectangles:
         key = number, window, dtype, heads
         if key not in self._biases:
             block = self.blocks[number]
-            seen = self._seen(block, window)
+            seen = self._visible_keys(block, window)
             bias = torch.zeros(seen.shape, dtype=dtype, device=self.device).masked_fill_(~seen, -torch.inf)
             if heads is not None:
                 h, group = heads
@@ -88,22 +89,22 @@ class OverRectangles:
             self._biases[key] = bias
         return self._biases[key]
 
-    def _seen(self, block: Block, window: int | None) -> Tensor:
-        own = torch.ones(block.width, block.width, dtype=torch.bool, device=self.device).tril()
+    def _visible_keys(self, block: Block, window: int | None) -> Tensor:
+        causal = torch.ones(block.width, block.width, dtype=torch.bool, device=self.device).tril()
         if window is not None:
-            own &= ~own.tril(-window)
+            causal &= ~causal.tril(-window)
         if block.after is None:
-            return own.expand(block.rows, 1, -1, -1)
+            return causal.expand(block.rows, 1, -1, -1)
         length = block.after.length[:, None, None, None]
         column = torch.arange(self.blocks[block.after.block].width, device=self.device)
         before = column < length
         if window is not None:
             position = length + torch.arange(block.width, device=self.device)[:, None]
             before = before & (position - column < window)
-        return torch.cat([x.expand(block.rows, 1, block.width, -1) for x in (before, own)], -1)
+        return torch.cat([x.expand(block.rows, 1, block.width, -1) for x in (before, causal)], -1)
 
 
-class OverSequences:
+class SequenceAttention:
     """Attention over sequences: by torch's varlen kernel where there is one, else by a call for each row.
 
     There is one on a GPU, for 16-bit numbers. It is the same on a CPU and in float32, and slower.
@@ -117,16 +118,16 @@ class OverSequences:
         self._biases: dict[tuple[object, ...], Tensor] = {}
 
     @cached_property
-    def own(self) -> list[int]:
-        """The own tokens of each row."""
-        found: list[int] = self.rows.cu_seqlens_q.diff().tolist()
-        return found
+    def query_lengths(self) -> list[int]:
+        """The number of queries of each row: its own tokens."""
+        lengths: list[int] = self.rows.cu_seqlens_q.diff().tolist()
+        return lengths
 
     @cached_property
-    def all(self) -> list[int]:
-        """The tokens that each row sees."""
-        found: list[int] = self.rows.cu_seqlens_k.diff().tolist()
-        return found
+    def key_lengths(self) -> list[int]:
+        """The number of keys of each row: the tokens that it sees."""
+        lengths: list[int] = self.rows.cu_seqlens_k.diff().tolist()
+        return lengths
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float | None) -> Tensor:
         """``query`` ``[H, N, D]``, ``key`` and ``value`` ``[h, N, D]``; returns ``[N, H, D]``."""
@@ -136,46 +137,50 @@ class OverSequences:
         if self.keys is not None:
             k, v = (x.index_select(0, self.keys) for x in (k, v))
         outputs = []
-        for parts in zip(q.split(self.own), k.split(self.all), v.split(self.all), strict=True):
+        for parts in zip(
+            q.split(self.query_lengths), k.split(self.key_lengths), v.split(self.key_lengths), strict=True
+        ):
             q, k, v = (x.transpose(0, 1)[None] for x in parts)
             outputs.append(self._one(q, k, v, window, scaling)[0].transpose(0, 1))
         return torch.cat(outputs)
 
     def _one(self, q: Tensor, k: Tensor, v: Tensor, window: int | None, scaling: float | None) -> Tensor:
-        """One row: ``[1, H, own, D]`` against keys ``[1, h, seen, D]``."""
-        own, seen = q.shape[2], k.shape[2]
-        window = None if window is None or window >= seen else window
-        causal = window is None and own == seen
-        bias = None if causal else self._bias(window, q.dtype)[-own:, -seen:]
+        """Attend in one row: ``[1, H, queries, D]`` against keys ``[1, h, keys, D]``."""
+        queries, keys = q.shape[2], k.shape[2]
+        window = None if window is None or window >= keys else window
+        causal = window is None and queries == keys
+        bias = None if causal else self._bias(window, q.dtype)[-queries:, -keys:]
         return scaled_dot_product_attention(
             q, k, v, attn_mask=bias, is_causal=causal, scale=scaling, enable_gqa=k.shape[1] != q.shape[1]
         )
 
     def _bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """``[most queries, most keys]``, aligned to the lower right: any row's bias is its lower right corner."""
+        """Return ``[max queries, max keys]``, aligned to the lower right: any row's bias is its lower right corner."""
         if (window, dtype) not in self._biases:
-            wide = [(q, k) for q, k in zip(self.own, self.all, strict=True) if q < k or window is not None]
-            own, seen = (max(sizes) for sizes in zip(*wide, strict=True))
-            position = torch.arange(seen - own, seen, device=self.device)[:, None]
-            ahead = position - torch.arange(seen, device=self.device)  # how far the query is ahead of the key
+            wide = [
+                (q, k) for q, k in zip(self.query_lengths, self.key_lengths, strict=True) if q < k or window is not None
+            ]
+            queries, keys = (max(sizes) for sizes in zip(*wide, strict=True))
+            position = torch.arange(keys - queries, keys, device=self.device)[:, None]
+            ahead = position - torch.arange(keys, device=self.device)  # how far the query is ahead of the key
             hidden = (ahead < 0) if window is None else (ahead < 0) | (ahead >= window)
-            bias = torch.zeros(own, seen, dtype=dtype, device=self.device)
+            bias = torch.zeros(queries, keys, dtype=dtype, device=self.device)
             self._biases[window, dtype] = bias.masked_fill_(hidden, -torch.inf)
         return self._biases[window, dtype]
 
 
-def packing_on(device: torch.device, packing: Packing | None, dtype: str, who: str) -> Packing | None:
-    """The form in which rows lie on a device: on a GPU, what its kernel for 16-bit numbers takes.
+def choose_packing(device: torch.device, packing: Packing | None, dtype: str, caller: str) -> Packing | None:
+    """Return the form of rows on a device: on a GPU, the one that its kernel for 16-bit numbers takes.
 
     Args:
         device: of the model.
         packing: that was asked for.
         dtype: of the model.
-        who: asks, for a warning.
+        caller: asks, for a warning.
 
-    >>> packing_on(torch.device("cpu"), Rectangles, "bfloat16", "me").__name__
+    >>> choose_packing(torch.device("cpu"), Rectangles, "bfloat16", "me").__name__
     'Rectangles'
-    >>> packing_on(torch.device("cuda"), Rectangles, "bfloat16", "me").__name__
+    >>> choose_packing(torch.device("cuda"), Rectangles, "bfloat16", "me").__name__
     'Sequences'
     """
     if device.type != "cuda" or packing is None:
@@ -183,7 +188,7 @@ def packing_on(device: torch.device, packing: Packing | None, dtype: str, who: s
     if dtype == "bfloat16":
         return Sequences
     warnings.warn(
-        f"{who}: the model is in {dtype}, and attention has a fast kernel on a GPU for 16-bit numbers alone. "
+        f"{caller}: the model is in {dtype}, and attention has a fast kernel on a GPU for 16-bit numbers alone. "
         "Without it one runs for each block, and where rows share a beginning, or a layer has a window, it holds all "
         "scores, of rows x heads x tokens x tokens. Train with Model(..., dtype='bfloat16')",
         UserWarning,
@@ -192,6 +197,6 @@ def packing_on(device: torch.device, packing: Packing | None, dtype: str, who: s
     return packing
 
 
-def over(rows: Rectangles | Sequences) -> OverRectangles | OverSequences:
-    """Attention over rows that lie in this form, on the device of the tokens."""
-    return OverRectangles(rows) if isinstance(rows, Rectangles) else OverSequences(rows)
+def make_attention(rows: Rectangles | Sequences) -> RectangleAttention | SequenceAttention:
+    """Return attention over rows in this form, on the device of the tokens."""
+    return RectangleAttention(rows) if isinstance(rows, Rectangles) else SequenceAttention(rows)

@@ -35,10 +35,10 @@ def needs_numbers(error: Exception) -> bool:
 
 
 class ShapeTensor(Tensor):
-    """A float32 tensor on the CPU that has no numbers; what is computed with it has none either.
+    """A float32 tensor on the CPU without numbers; results computed with it have no numbers either.
 
     Args:
-        shape: that it has.
+        shape: of the tensor.
 
     Raises:
         NoNumbers: where its numbers are looked at, by ``item()`` or an ``if``, or where torch knows no shape without
@@ -54,7 +54,7 @@ class ShapeTensor(Tensor):
     @staticmethod
     def __new__(cls, shape: tuple[int, ...]) -> "ShapeTensor":
         """Make one."""
-        return _wrapped(torch.empty(shape, device="meta"))
+        return _wrap(torch.empty(shape, device="meta"))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -70,15 +70,15 @@ class ShapeTensor(Tensor):
             if isinstance(error, NotImplementedError) or "meta" in str(error).lower():
                 raise NoNumbers(str(error)) from error
             raise
-        return tree_map(lambda x: _wrapped(x) if isinstance(x, Tensor) else x, computed)
+        return tree_map(lambda x: _wrap(x) if isinstance(x, Tensor) else x, computed)
 
 
-def _wrapped(meta: Tensor) -> ShapeTensor:
-    made: ShapeTensor = Tensor._make_wrapper_subclass(
+def _wrap(meta: Tensor) -> ShapeTensor:
+    wrapper: ShapeTensor = Tensor._make_wrapper_subclass(
         ShapeTensor, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=torch.device("cpu")
     )
-    made._meta = meta
-    return made
+    wrapper._meta = meta
+    return wrapper
 
 
 def _indices(index: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -17,14 +17,14 @@ from nrl.errors import ModelError
 __all__ = ["attention", "check_kernel"]
 
 _OPS = torch.ops.torch_attn
-_LARGEST = 256  # of a head
+_LARGEST = 256  # the largest head
 _WHERE = "the varlen kernel of torch"
 
 
 def attention(
     rows: Sequences, query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float | None
 ) -> Tensor:
-    """Causal attention of each row over its prefix and itself.
+    """Compute causal attention of each row over its prefix and itself.
 
     Args:
         rows: how the N tokens lie; tensors on the device of the query.
@@ -42,11 +42,11 @@ def attention(
     """
     check_kernel(rows, query, key, value)
     sizes = rows.max_seqlen_q, rows.max_seqlen_k
-    left = -1 if window is None else window - 1
-    found: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-        query, key, value, rows.keys, rows.cu_seqlens_q, rows.cu_seqlens_k, sizes, (left, 0), scaling
+    lookback = -1 if window is None else window - 1
+    result: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
+        query, key, value, rows.keys, rows.cu_seqlens_q, rows.cu_seqlens_k, sizes, (lookback, 0), scaling
     )
-    return found
+    return result
 
 
 def check_kernel(rows: Sequences, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -102,7 +102,7 @@ class _Attention(torch.autograd.Function):
         scaling: float | None,
     ) -> Tensor:
         causal = window == (-1, 0)
-        k, v = (_gathered(x, keys) for x in (key, value))
+        k, v = (_gather_keys(x, keys) for x in (key, value))
         grouped = query.shape[1] != key.shape[1]
         out, lse, state = _OPS._varlen_attn(
             query, k, v, cu_seqlens_q, cu_seqlens_k, *sizes, causal, scaling, [*window], grouped
@@ -116,7 +116,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, keys, cu_seqlens_q, cu_seqlens_k, out, lse, state = ctx.saved_tensors
         sizes, causal, scaling, window = ctx.options
-        k, v = (_gathered(x, keys) for x in (key, value))
+        k, v = (_gather_keys(x, keys) for x in (key, value))
         dq, dk, dv = _OPS._varlen_attn_backward(
             gradient.contiguous(),
             query,
@@ -132,15 +132,15 @@ class _Attention(torch.autograd.Function):
             scaling,
             window,
         )
-        return dq, _scattered(dk, key, keys), _scattered(dv, value, keys), *(None,) * 6
+        return dq, _scatter_gradient(dk, key, keys), _scatter_gradient(dv, value, keys), *(None,) * 6
 
 
-def _gathered(x: Tensor, keys: Tensor | None) -> Tensor:
+def _gather_keys(x: Tensor, keys: Tensor | None) -> Tensor:
     return x if keys is None else x.index_select(0, keys)
 
 
-def _scattered(gradient: Tensor, x: Tensor, keys: Tensor | None) -> Tensor:
-    """The gradient of each token, of those of its keys: a sum over all rows that continue it, in float32."""
+def _scatter_gradient(gradient: Tensor, x: Tensor, keys: Tensor | None) -> Tensor:
+    """Sum the gradients of a token's keys over all rows that continue it, in float32."""
     if keys is None:
         return gradient
     return torch.zeros(x.shape, dtype=torch.float32, device=x.device).index_add_(0, keys, gradient.float()).to(x.dtype)

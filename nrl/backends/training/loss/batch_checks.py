@@ -12,7 +12,7 @@ from nrl.backends.training.outputs.output_heads import PROVIDES
 from nrl.batch import Batch, assign, lengths
 from nrl.batch.handles import handle_of
 from nrl.batch.metrics import Mean, Metrics
-from nrl.batch.values import remembered
+from nrl.batch.values import memoize
 from nrl.errors import BatchError, MissingColumn, MissingOutput, NotFinite
 from nrl.runtime import Future
 
@@ -21,16 +21,16 @@ __all__ = [
     "check_needs",
     "check_sampled",
     "lag",
-    "told_of_frozen_token",
-    "told_of_no_advantages",
+    "warn_of_frozen_token",
     "warn_of_long_rows",
+    "warn_of_no_advantages",
     "with_columns",
     "with_shares",
 ]
 
 
 def with_columns(batch: Batch, columns: Mapping[str, Tensor | Future[Tensor]]) -> Batch:
-    """Add columns to a batch. Of those that other processes compute it has a handle, heavy or not."""
+    """Add columns to a batch, as handles where other processes compute them."""
     return assign(batch, **{name: handle_of(value) for name, value in columns.items()}) if columns else batch
 
 
@@ -48,43 +48,45 @@ def with_shares(batch: Batch) -> Batch:
     return batch if len(ids.unique()) == len(ids) else assign(batch, episode_shares=episode_shares(batch))
 
 
-def check_needs(who: str, needs: Collection[str], provides: Collection[str], name: str) -> None:
-    """Check that a trainer computes what is needed.
+def check_needs(caller: str, needs: Collection[str], provides: Collection[str], name: str) -> None:
+    """Check that a trainer computes the needed outputs.
 
     Args:
-        who: how errors name the caller.
+        caller: the name of the caller in errors.
         needs: names of outputs.
         provides: the kinds that the trainer computes.
         name: of the trainer.
 
     Raises:
-        MissingOutput: it does not, or not all of them at once.
+        MissingOutput: an output is missing, or cannot be computed together with the others.
     """
-    several = sorted(need for need in needs if output_kind(need) == "top_k")
-    if len(several) > 1:
-        raise MissingOutput(f"{who}: it needs {' and '.join(several)}, and one of them at a time can be computed")
+    top_k_needs = sorted(need for need in needs if output_kind(need) == "top_k")
+    if len(top_k_needs) > 1:
+        raise MissingOutput(
+            f"{caller}: it needs {' and '.join(top_k_needs)}, and one of them at a time can be computed"
+        )
     missing = sorted(need for need in needs if output_kind(need) not in provides)
     if missing:
         unknown = [need for need in missing if not any(output_kind(need) in kinds for kinds in PROVIDES.values())]
         remedy = "another Model(..., head=...) computes other things"
         if unknown:
-            every = ", ".join(f"{', '.join(sorted(kinds))} (head='{head}')" for head, kinds in PROVIDES.items())
-            remedy = f"no model computes {', '.join(unknown)}; there are {every}"
+            offers = ", ".join(f"{', '.join(sorted(kinds))} (head='{head}')" for head, kinds in PROVIDES.items())
+            remedy = f"no model computes {', '.join(unknown)}; there are {offers}"
         raise MissingOutput(
-            f"{who}: it needs {', '.join(missing)}, and {name} provides {', '.join(sorted(provides))}; {remedy}"
+            f"{caller}: it needs {', '.join(missing)}, and {name} provides {', '.join(sorted(provides))}; {remedy}"
         )
     for need in needs:
         if output_kind(need) == "from_logits" and not isinstance(need, LogitsOutput):
             raise MissingOutput(
-                f"{who}: '{need}' is a name without its function; give what nrl.algos.from_logits(fn) returns"
+                f"{caller}: '{need}' is a name without its function; give what nrl.algos.from_logits(fn) returns"
             )
 
 
-def check_sampled(who: str, batch: Batch) -> None:
-    """Check that of a rollout no token is trained on that the policy did not sample.
+def check_sampled(caller: str, batch: Batch) -> None:
+    """Check that a rollout is trained only on tokens of the policy.
 
     Args:
-        who: how errors name the caller.
+        caller: the name of the caller in errors.
         batch: with ``turns`` and ``loss_mask``; others are no rollouts.
 
     Raises:
@@ -93,25 +95,25 @@ def check_sampled(who: str, batch: Batch) -> None:
     if not {"turns", "loss_mask"} <= set(batch.keys()):
         return
     if bool((strange := batch["loss_mask"] & (batch["turns"] < 0)).any()):
-        row, place = strange.flatten(0, -2).nonzero()[0].tolist()
+        row, position = strange.flatten(0, -2).nonzero()[0].tolist()
         raise BatchError(
-            f"{who}: row {row} is trained on its token {place}, which the policy did not sample; loss_mask may leave "
-            "tokens out, and not add any"
+            f"{caller}: row {row} is trained on its token {position}, which the policy did not sample; loss_mask may "
+            "leave tokens out, and not add any"
         )
 
 
 def lag(version: int, batch: Batch) -> Metrics:
-    """The metric ``lag``: by how many publishes the weights are ahead of a row's, as a mean over trained rows."""
+    """Compute the metric ``lag``: the publishes between the weights and a row's, as a mean over trained rows."""
     if "version" not in batch.keys() or "loss_mask" not in batch.keys():
         return {}
     rows = batch["loss_mask"].any(-1)
     return {"lag": Mean(((version - batch["version"]) * rows).sum().float(), rows.sum().float())}
 
 
-def told_of_no_advantages(
-    who: str, loss: Loss, batch: Batch, always: Collection[str], widths: Mapping[str, int]
+def warn_of_no_advantages(
+    caller: str, loss: Loss, batch: Batch, always: Collection[str], widths: Mapping[str, int]
 ) -> bool:
-    """Print that all advantages are 0, if they are and the loss reads them; whether later steps need no look.
+    """Print that all advantages are 0, if the loss reads them; return whether later steps need no look.
 
     It prints to the standard error instead of warning, since a healthy run may have such a step.
     """
@@ -124,31 +126,31 @@ def told_of_no_advantages(
         return True  # it does not read them
     except MissingColumn:
         pass
-    why = "See what computed the column."
+    reason = "See what computed the column."
     if "group_ids" in batch.keys():
         _, rows = batch["group_ids"][batch["loss_mask"].flatten(1).any(1)].unique(return_counts=True)
-        why = (
+        reason = (
             f"In each of its {len(rows)} groups all rewards are equal. Now and then that is so where a model has "
             "learned its tasks; where it lasts, they are too hard or too easy, or a verifier says the same of every "
             "answer: look at some rows, or leave such groups out with nrl.drop_uniform."
         )
         if int(rows.max()) == 1:
-            why = (
+            reason = (
                 f"Each of its {len(rows)} groups has one row, which has nothing to be compared with: sample several "
                 "answers a prompt (group_size, or n of nrl.rollouts), or use an estimator that needs no group."
             )
-    text = f"{who}: all advantages are 0 at the tokens that are trained on, so this step learns nothing from them."
-    print(f"{text} {why} (This is said once.)", file=sys.stderr, flush=True)  # noqa: T201
+    text = f"{caller}: all advantages are 0 at the tokens that are trained on, so this step learns nothing from them."
+    print(f"{text} {reason} (This is said once.)", file=sys.stderr, flush=True)  # noqa: T201
     return True
 
 
-def told_of_frozen_token(who: str, batch: Batch, token: int | None) -> bool:
+def warn_of_frozen_token(caller: str, batch: Batch, token: int | None) -> bool:
     """Print that rows hold the token whose input embedding is not trained; return whether later steps need no look.
 
     Args:
-        who: how the message begins.
+        caller: how the message begins.
         batch: with ``input_ids`` ``[*B, T]``.
-        token: of `nrl.backends.engine.TrainEngine.frozen_token`; None: there is none.
+        token: of `nrl.backends.engine.TrainEngine.frozen_token`; None: all embeddings are trained.
     """
     if token is None:
         return True
@@ -160,7 +162,7 @@ def told_of_frozen_token(who: str, batch: Batch, token: int | None) -> bool:
         return False
     row, position = held[0].tolist()
     text = (
-        f"{who}: row {row} holds the model's pad token {token} as a token of its own (position {position}). As in "
+        f"{caller}: row {row} holds the model's pad token {token} as a token of its own (position {position}). As in "
         f"transformers (nn.Embedding(padding_idx={token})), its input embedding is frozen; all else is trained. Pass "
         "Model(..., train_pad_embedding=True) to train it too."
     )
@@ -168,20 +170,20 @@ def told_of_frozen_token(who: str, batch: Batch, token: int | None) -> bool:
     return True
 
 
-def warn_of_long_rows(who: str, batch: Batch, positions: int | None) -> bool:
+def warn_of_long_rows(caller: str, batch: Batch, positions: int | None) -> bool:
     """Print that a row has more tokens than the model has positions; return whether later steps need no look.
 
     Args:
-        who: how the message begins.
+        caller: how the message begins.
         batch: with ``input_ids`` ``[*B, T]``.
-        positions: of the model; None: nothing says how many it has.
+        positions: of the model; None: unknown.
     """
     if positions is None:
         return True
     if batch["input_ids"].shape[-1] <= positions or (longest := int(lengths(batch).max())) <= positions:
         return False
     text = (
-        f"{who}: a row has {longest} tokens, more than the {positions} positions of the model "
+        f"{caller}: a row has {longest} tokens, more than the {positions} positions of the model "
         "(max_position_embeddings), of which it has learned nothing beyond. Leave long rows out: give data.tasks "
         "positions=trainer.positions, or a smaller max_tokens."
     )
@@ -189,8 +191,8 @@ def warn_of_long_rows(who: str, batch: Batch, positions: int | None) -> bool:
     return True
 
 
-def check_finite(who: str, batch: Batch) -> None:
-    """Check that columns are finite at tokens that are trained on, since others would poison the weights.
+def check_finite(caller: str, batch: Batch) -> None:
+    """Check that columns are finite at trained tokens; other values would poison the weights.
 
     Raises:
         NotFinite: a column is not.
@@ -198,13 +200,13 @@ def check_finite(who: str, batch: Batch) -> None:
     if "loss_mask" not in batch.keys():
         return
     mask = batch["loss_mask"]
-    trained = remembered(mask, "trained", lambda: mask.flatten().nonzero()[:, 0])
+    trained = memoize(mask, "trained", lambda: mask.flatten().nonzero()[:, 0])
     for column, value in batch.items():
         if isinstance(value, Tensor) and value.is_floating_point() and value.shape == mask.shape:
             bad = ~torch.isfinite(value.flatten()[trained])
             if bool(bad.any()):
                 rows = (trained[bad] // mask[0].numel()).unique().tolist()
                 raise NotFinite(
-                    f"{who}: the column '{column}' is NaN or infinite at tokens that are trained on, in rows "
+                    f"{caller}: the column '{column}' is NaN or infinite at tokens that are trained on, in rows "
                     f"{rows[:10]}; mark such rows with assign(batch, valid=...), or mend what computed the column"
                 )

@@ -18,15 +18,15 @@ from torch import Tensor
 from nrl.algos import Loss, name_of, needed, output_shape
 from nrl.arguments import described, register_kind
 from nrl.backends.training.layout.shape_tensors import ShapeTensor, needs_numbers
-from nrl.batch import Batch, microbatches, unchanged
+from nrl.batch import Batch, forbid_writes, microbatches
 from nrl.batch.columns import COLUMNS
 from nrl.batch.metrics import Ess, Max, Mean, Metrics, Min, Sum
 from nrl.errors import LossResultError, MissingColumn, MissingOutput, NoGradient, WeightError
 
-__all__ = ["LOGPROBS", "called", "check_terms", "check_weights", "global_weights", "no_gradient", "terms_of"]
+__all__ = ["LOGPROBS", "call_loss", "check_terms", "check_weights", "global_weights", "no_gradient", "terms_of"]
 
 _RELATIVE = 1e-5
-"""How far sums of weights in another order may differ, as a fraction."""
+"""The fraction by which sums of weights in another order may differ."""
 
 _PLACES = 2**16  # entries of a column that a loss is called on at once: they stay in a processor's cache
 _NUMBERS = 2**24  # numbers of a large output that a loss is called on at once, if a row has no more: 64 MiB
@@ -38,7 +38,7 @@ _RESERVED = frozenset({"loss", "grad_norm", "lr", "tokens", "tokens/computed", "
 
 
 def terms_of(name: str, value: Any) -> tuple[dict[str, Mean], Metrics]:
-    """The terms by name, and the metrics, of what a loss returned.
+    """Return the terms by name, and the metrics, of the return value of a loss.
 
     Args:
         name: of the loss in errors.
@@ -52,7 +52,7 @@ def terms_of(name: str, value: Any) -> tuple[dict[str, Mean], Metrics]:
             return _checked_terms(name, {"loss": mean}), _checked_metrics(name, metrics)
         case (dict() as terms, dict() as metrics) if terms and all(isinstance(x, Mean) for x in terms.values()):
             return _checked_terms(name, terms), _checked_metrics(name, metrics)
-    raise LossResultError(f"{name} returned {_returned(value)}. {_RESULT}")
+    raise LossResultError(f"{name} returned {_describe_result(value)}. {_RESULT}")
 
 
 _RETURN = 'return token_mean(x, batch["loss_mask"]), {}'
@@ -62,23 +62,23 @@ _RESULT = (
 )
 
 
-def no_gradient(who: str) -> NoGradient:
+def no_gradient(caller: str) -> NoGradient:
     """Return the error of a loss that depends on no output."""
     return NoGradient(
-        f"{who}: the loss has no gradient: no term of it depends on an output of the model, so nothing was changed. "
+        f"{caller}: the loss has no gradient: no term of it depends on an output of the model, so nothing was changed. "
         "Compute it from out['logprobs'] or another output, without detach(), item(), numpy or torch.no_grad() on the "
         "way; only metrics may be detached"
     )
 
 
-def _returned(value: Any) -> str:
-    """What a loss returned, and what is wrong with it."""
+def _describe_result(value: Any) -> str:
+    """Describe the return value of a loss and its fault."""
     match value:
         case Mean():
             return "a Mean without metrics: add `, {}`"
         case (first, dict()):
             nothing = "a dict that is empty, or that has something else than a Mean"
-            return nothing if isinstance(first, dict) else f"{_returned(first)} (with metrics)"
+            return nothing if isinstance(first, dict) else f"{_describe_result(first)} (with metrics)"
         case (_, other):
             return f"metrics that are {described(other)}, and no dict"
         case Tensor() if value.ndim == 0:
@@ -93,7 +93,7 @@ def _returned(value: Any) -> str:
 
 
 def _is_loss(value: Any) -> bool:
-    """Whether a value can be called with outputs and a batch, and is no model or loss of torch, which takes tensors."""
+    """Return whether a value can be called with outputs and a batch; a model or loss of torch takes tensors instead."""
     if not callable(value) or _takes_tensors(value):
         return False
     try:
@@ -126,9 +126,9 @@ def _checked_terms(name: str, terms: dict[str, Mean]) -> dict[str, Mean]:
     for key, term in terms.items():
         for part, value in zip(term._fields, term, strict=True):
             if not isinstance(value, Tensor) or value.ndim != 0:
-                found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                kind = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise LossResultError(
-                    f"{name}: the {part} of term '{key}' is {found}; it must be a scalar tensor, a sum over rows"
+                    f"{name}: the {part} of term '{key}' is {kind}; it must be a scalar tensor, a sum over rows"
                 )
     return terms
 
@@ -159,7 +159,7 @@ def global_weights(
     always: Collection[str] = LOGPROBS,
     widths: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, float]:
-    """The weight of each term of ``loss`` over a whole batch, from calls on outputs that are all ``fill``.
+    """Compute the weight of each term of ``loss`` over a whole batch, from calls on outputs that are all ``fill``.
 
     Weights add up over rows, so the loss is called on parts of the batch, with rows of like length. Where weights are
     not whole numbers, their sum could depend on the order, and the loss is called once, on the whole batch. A loss that
@@ -170,12 +170,12 @@ def global_weights(
         loss: any.
         batch: the whole one.
         fill: the value of all outputs.
-        always: outputs that every loss gets, in addition to those that it asks for.
+        always: outputs of every loss, in addition to its needs.
         widths: as `nrl.algos.output_shape` takes them.
 
     Raises:
         MissingColumn: the loss reads a column that the batch does not have.
-        MissingOutput: the loss reads an output that it did not ask for.
+        MissingOutput: the loss reads an output outside its needs.
 
     >>> from nrl.algos import sft_loss
     >>> mask = torch.tensor([[False, True, True]])
@@ -191,29 +191,31 @@ def global_weights(
         except Exception as error:
             if not needs_numbers(error):  # a loss that looks at the numbers of its outputs gets some below
                 raise
-    most = _NUMBERS // max(large) if large else _PLACES
-    if batch["input_ids"].numel() > most:
+    limit = _NUMBERS // max(large) if large else _PLACES
+    if batch["input_ids"].numel() > limit:
         widest = batch["input_ids"][0].numel()
-        parts = microbatches(batch, max_tokens=max(widest, most))
-        found = [_weights(loss, part, _filled(part, fill, needs, widths)) for part in parts]
-        sums = {key: sum(weights.get(key, math.nan) for weights in found) for key in found[0]}
-        exact = all(x.is_integer() and abs(x) < _EXACT for weights in (*found, sums) for x in weights.values())
+        parts = microbatches(batch, max_tokens=max(widest, limit))
+        weights_of_parts = [_weights(loss, part, _fill_outputs(part, fill, needs, widths)) for part in parts]
+        sums = {key: sum(weights.get(key, math.nan) for weights in weights_of_parts) for key in weights_of_parts[0]}
+        exact = all(
+            x.is_integer() and abs(x) < _EXACT for weights in (*weights_of_parts, sums) for x in weights.values()
+        )
         if large or exact:
             return sums
-    return _weights(loss, batch, _filled(batch, fill, needs, widths))
+    return _weights(loss, batch, _fill_outputs(batch, fill, needs, widths))
 
 
-def _filled(batch: Batch, fill: float, needs: Collection[str], widths: Mapping[str, int]) -> dict[str, Tensor]:
+def _fill_outputs(batch: Batch, fill: float, needs: Collection[str], widths: Mapping[str, int]) -> dict[str, Tensor]:
     device = batch["input_ids"].device
     return {key: torch.full(output_shape(key, batch, widths), fill, device=device) for key in needs}
 
 
 def _weights(loss: Loss, batch: Batch, outputs: Mapping[str, Tensor]) -> dict[str, float]:
     with torch.no_grad():
-        return {key: float(term.weight) for key, term in called(loss, batch, outputs).items()}
+        return {key: float(term.weight) for key, term in call_loss(loss, batch, outputs).items()}
 
 
-def called(loss: Loss, batch: Batch, outputs: Mapping[str, Tensor]) -> dict[str, Mean]:
+def call_loss(loss: Loss, batch: Batch, outputs: Mapping[str, Tensor]) -> dict[str, Mean]:
     """Call a loss on outputs that the driver made up, and return its terms.
 
     Args:
@@ -223,11 +225,11 @@ def called(loss: Loss, batch: Batch, outputs: Mapping[str, Tensor]) -> dict[str,
 
     Raises:
         MissingColumn: the loss reads a column that the batch does not have.
-        MissingOutput: the loss reads an output that it did not ask for.
+        MissingOutput: the loss reads an output outside its needs.
     """
     name, out = name_of(loss), TensorDict(dict(outputs), batch_size=batch.batch_size)
     try:
-        with unchanged(batch, name):
+        with forbid_writes(batch, name):
             terms, _ = terms_of(name, loss(out, batch))
     except MissingColumn:
         raise
@@ -261,8 +263,8 @@ def called(loss: Loss, batch: Batch, outputs: Mapping[str, Tensor]) -> dict[str,
                 if missing[1] not in LOGPROBS
                 else f"{name} reads logprobs, which only a model with head='lm' computes"
             ) from error
-        known = COLUMNS.get(missing[1])
-        hint = known.hint if known else f"Add it with assign(batch, {missing[1]}=...)."
+        column = COLUMNS.get(missing[1])
+        hint = column.hint if column else f"Add it with assign(batch, {missing[1]}=...)."
         if missing[1] in out.keys():
             hint = f"'{missing[1]}' is an output of the model: a loss is called with (out, batch), in this order."
         raise MissingColumn(name, missing[1], sorted(map(str, batch.keys())), hint) from error
@@ -270,7 +272,7 @@ def called(loss: Loss, batch: Batch, outputs: Mapping[str, Tensor]) -> dict[str,
 
 
 def check_terms(name: str, seen: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Compare the names of terms of a call with those that the driver knows.
+    """Compare the names of the terms of a call with the driver's.
 
     Raises:
         WeightError: they differ.
@@ -283,16 +285,16 @@ def check_terms(name: str, seen: Mapping[str, Any], expected: Mapping[str, Any])
 
 
 def check_weights(name: str, seen: Mapping[str, float], expected: Mapping[str, float]) -> None:
-    """Compare the weights of the real calls, added up, with those that the driver learned.
+    """Compare the weights of the real calls, added up, with the driver's.
 
     Raises:
-        WeightError: they differ, so the loss's weight depends on more than the rows of the batch.
+        WeightError: the weights differ: the loss's weight depends on more than the rows of the batch.
     """
     for key, weight in expected.items():
-        found = seen.get(key, 0.0)
-        if not abs(found - weight) <= _RELATIVE * max(abs(found), abs(weight)):
+        total = seen.get(key, 0.0)
+        if not abs(total - weight) <= _RELATIVE * max(abs(total), abs(weight)):
             raise WeightError(
-                f"{name}: the weight of term '{key}' is {weight:g} on the whole batch, but {found:g} added up over its "
+                f"{name}: the weight of term '{key}' is {weight:g} on the whole batch, but {total:g} added up over its "
                 "parts or on other outputs. A weight must be a sum over rows of the batch alone: aggregate with "
                 "token_mean, seq_mean or seq_sum (a mean of means is not, nor a count that the output selects)"
             )

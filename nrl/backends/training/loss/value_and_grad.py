@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nrl.algos import Loss, mismatch_metrics
 from nrl.backends.training.loss.loss_terms import check_terms, terms_of
-from nrl.batch import Batch, unchanged
+from nrl.batch import Batch, forbid_writes
 from nrl.batch.metrics import Mean, Metrics
 
 __all__ = ["ValueAndGrad", "ignores", "value_and_grad"]
@@ -63,13 +63,13 @@ def value_and_grad(
     (tensor(1.5000), tensor([[-0.0000, -0.5000]]))
     """
     leaves = {key: value.detach().requires_grad_() for key, value in outputs.items()}
-    with torch.enable_grad(), unchanged(batch, name):
+    with torch.enable_grad(), forbid_writes(batch, name):
         terms, metrics = terms_of(name, loss(TensorDict(leaves, batch_size=batch.batch_size), batch))
         check_terms(name, terms, weights)
         total = torch.stack([term.total / weights[key] for key, term in terms.items()]).sum()
-    found: tuple[Tensor | None, ...] = (None,) * len(leaves)
+    gradients: tuple[Tensor | None, ...] = (None,) * len(leaves)
     if total.requires_grad:
-        found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+        gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
     return ValueAndGrad(
         total.detach(),
         {key: Mean(*(x.detach() for x in term)) for key, term in terms.items()},
@@ -77,7 +77,7 @@ def value_and_grad(
         | mismatch_metrics(outputs, batch),
         {
             key: torch.zeros_like(leaf) if grad is None else grad
-            for (key, leaf), grad in zip(leaves.items(), found, strict=True)
+            for (key, leaf), grad in zip(leaves.items(), gradients, strict=True)
         },
         total.requires_grad,
     )
@@ -90,9 +90,9 @@ def ignores(
     batch: Batch,
     weights: Mapping[str, float],
     places: Tensor,
-    found: ValueAndGrad,
+    first: ValueAndGrad,
 ) -> Tensor:
-    """Whether a loss ignores the outputs at some places. Nothing waits for the device.
+    """Return whether a loss ignores the outputs at given places. Nothing waits for the device.
 
     Args:
         loss: called a second time here.
@@ -101,7 +101,7 @@ def ignores(
         batch: their rows.
         weights: of each term, over the whole batch.
         places: ``[k]`` int64, tokens of the flattened batch.
-        found: of the first call, on ``outputs``.
+        first: of the first call, on ``outputs``.
 
     Returns:
         Scalar bool: with other numbers at these places, the value, terms, metrics and gradients are the same to the
@@ -129,17 +129,17 @@ def ignores(
         again = value_and_grad(loss, name, other, batch, weights)
     except Exception:  # a loss that refuses these numbers has looked at them
         return no
-    pairs = list(zip(_leaves(found), _leaves(again), strict=False))
-    if _shape(found) != _shape(again):
+    pairs = list(zip(_leaves(first), _leaves(again), strict=False))
+    if _shape(first) != _shape(again):
         return no
     same = [(a == b).all() for a, b in pairs]
-    at_places = (grad.flatten(0, batch.ndim).index_select(0, places) for grad in found.gradients.values())
+    at_places = (grad.flatten(0, batch.ndim).index_select(0, places) for grad in first.gradients.values())
     same += [(grad == 0).all() for grad in at_places]
     return torch.stack(same).all()
 
 
 def _noise(places: Tensor, shape: torch.Size, sign: int) -> Tensor:
-    """Numbers all over the range of log-probabilities: any threshold lies between some of them and the zeros.
+    """Return numbers all over the range of log-probabilities: any threshold lies between some of them and the zeros.
 
     They differ within a token, too, because a softmax of equal logits does not show what they are.
     """
@@ -147,12 +147,12 @@ def _noise(places: Tensor, shape: torch.Size, sign: int) -> Tensor:
     return sign * (1 + 16 * (0.618034 * count % 1)).view(len(places), *shape)
 
 
-def _leaves(found: ValueAndGrad) -> list[Tensor]:
-    reduced = [*found.terms.values(), *found.metrics.values()]
-    return [found.loss, *(x for value in reduced for x in value), *found.gradients.values()]
+def _leaves(result: ValueAndGrad) -> list[Tensor]:
+    reduced = [*result.terms.values(), *result.metrics.values()]
+    return [result.loss, *(x for value in reduced for x in value), *result.gradients.values()]
 
 
-def _shape(found: ValueAndGrad) -> list[object]:
-    """Names, types, shapes and dtypes of an evaluation: all that can be read without waiting for the device."""
-    metrics = [(key, type(value)) for key, value in found.metrics.items()]
-    return [metrics, [(x.shape, x.dtype) for x in _leaves(found)]]
+def _shape(result: ValueAndGrad) -> list[object]:
+    """Return names, types, shapes and dtypes of a result, which can be read without waiting for the device."""
+    metrics = [(key, type(value)) for key, value in result.metrics.items()]
+    return [metrics, [(x.shape, x.dtype) for x in _leaves(result)]]

@@ -97,7 +97,7 @@ register_kind(Schedule, _instead_of_schedule)
 
 
 def fraction(schedule: Schedule, step: int) -> float:
-    """What fraction of the full rate optimizer step ``step`` has, which counts from 0.
+    """Return the fraction of the full rate at optimizer step ``step``, which counts from 0.
 
     >>> [round(fraction(Schedule("linear", warmup=1, steps=5), step), 3) for step in range(6)]
     [0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
@@ -109,5 +109,5 @@ def fraction(schedule: Schedule, step: int) -> float:
         return 1.0
     begin = schedule.steps - schedule.decay_steps if schedule.kind == "wsd" else warmup
     progress = min(1.0, max(0, step - begin) / (schedule.steps - begin))
-    left = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.kind == "cosine" else 1 - progress
-    return schedule.floor + (1 - schedule.floor) * left
+    remaining = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.kind == "cosine" else 1 - progress
+    return schedule.floor + (1 - schedule.floor) * remaining

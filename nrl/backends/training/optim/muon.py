@@ -28,7 +28,7 @@ _SCALES: dict[str, Callable[[int, int], float]] = {
 
 
 def newton_schulz(matrices: Tensor, *, steps: int = 5, eps: float = 1e-7) -> Tensor:
-    """About ``U V^T`` of each matrix ``U S V^T``: its singular values become numbers between 0.68 and 1.21.
+    """Approximate ``U V^T`` of each matrix ``U S V^T``: its singular values become numbers between 0.68 and 1.21.
 
     That holds of those that are at least 0.002 of the Frobenius norm; smaller ones are multiplied by up to 485. One
     step is ``x = a x + (b A + c A^2) x`` with ``A = x x^T``, from ``x = matrix / (its Frobenius norm + eps)``, and with
@@ -55,8 +55,8 @@ def newton_schulz(matrices: Tensor, *, steps: int = 5, eps: float = 1e-7) -> Ten
     for _ in range(steps):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    made: Tensor = x.mT if tall else x
-    return made
+    result: Tensor = x.mT if tall else x
+    return result
 
 
 class Muon(torch.optim.Optimizer):
@@ -103,20 +103,20 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step; over several processes, a collective."""
+        """Take one step; over several processes, a collective."""
         for group in self.param_groups:
             ready = [(p, self._momentum(p, group)) for p in group["params"] if p.grad is not None]
             split = [(p, x) for p, x in ready if isinstance(x, DTensor) and x.ndim == 2]
             for parameter, update in ready:
                 if not (isinstance(update, DTensor) and update.ndim == 2):
                     self._orthogonalise(parameter, update)
-            for several in batched(split, split[0][1].device_mesh.size() if split else 1):
-                self._by_owners(several)
+            for owned in batched(split, split[0][1].device_mesh.size() if split else 1):
+                self._orthogonalise_by_owners(owned)
             for parameter, update in ready:
                 parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
 
     def _momentum(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """A new tensor."""
+        """Update the momentum of a parameter, and return the update as a new tensor."""
         gradient = parameter.grad
         assert gradient is not None
         state = self.state[parameter]
@@ -127,35 +127,35 @@ class Muon(torch.optim.Optimizer):
         return update
 
     def _orthogonalise(self, parameter: Tensor, update: Tensor) -> None:
-        """Replace the matrices in a tensor; those of one shape together."""
+        """Replace the matrices in a tensor, all matrices of one shape together."""
         by_shape = dict[torch.Size, list[Tensor]]()
         for view in self._matrices(parameter, update):
             if view.numel():
                 by_shape.setdefault(view.shape, []).append(view)
         for shape, views in by_shape.items():
-            several = torch.stack(views)
+            stacked = torch.stack(views)
             low = self._dtype == torch.bfloat16
-            dtype = self._dtype if low else torch.promote_types(several.dtype, self._dtype)
-            made = newton_schulz(several.to(dtype)).to(several.dtype) * self._scale(shape[-2], shape[-1])
-            for view, x in zip(views, made, strict=True):
+            dtype = self._dtype if low else torch.promote_types(stacked.dtype, self._dtype)
+            orthogonal = newton_schulz(stacked.to(dtype)).to(stacked.dtype) * self._scale(shape[-2], shape[-1])
+            for view, x in zip(views, orthogonal, strict=True):
                 view.copy_(x)
 
-    def _by_owners(self, several: Sequence[tuple[Tensor, DTensor]]) -> None:
-        """As `_orthogonalise`, of at most as many as there are processes: each has one to compute."""
-        mesh = several[0][1].device_mesh
+    def _orthogonalise_by_owners(self, updates: Sequence[tuple[Tensor, DTensor]]) -> None:
+        """Orthogonalise at most as many matrices as there are processes: each process computes one."""
+        mesh = updates[0][1].device_mesh
         group, rank, size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
-        local = [update.to_local() for _, update in several]
+        local = [update.to_local() for _, update in updates]
         sent = [x.numel() for x in local] + [0] * (size - len(local))
-        come, parameter = [0] * size, several[rank][0] if rank < len(several) else None
+        received, parameter = [0] * size, updates[rank][0] if rank < len(updates) else None
         if parameter is not None:
             rows, columns = parameter.shape
-            most = -(-rows // size)
-            come = [columns * max(0, min(most, rows - most * other)) for other in range(size)]
-        given = torch.cat([x.flatten() for x in local])
-        whole = given.new_empty(sum(come))
-        dist.all_to_all_single(whole, given, come, sent, group=group)
+            rows_each = -(-rows // size)
+            received = [columns * max(0, min(rows_each, rows - rows_each * other)) for other in range(size)]
+        rows_sent = torch.cat([x.flatten() for x in local])
+        rows_received = rows_sent.new_empty(sum(received))
+        dist.all_to_all_single(rows_received, rows_sent, received, sent, group=group)
         if parameter is not None:
-            self._orthogonalise(parameter, whole.view(parameter.shape))
-        dist.all_to_all_single(given, whole, sent, come, group=group)
-        for x, mine in zip(local, given.split(sent[: len(local)]), strict=True):
+            self._orthogonalise(parameter, rows_received.view(parameter.shape))
+        dist.all_to_all_single(rows_sent, rows_received, sent, received, group=group)
+        for x, mine in zip(local, rows_sent.split(sent[: len(local)]), strict=True):
             x.copy_(mine.view_as(x))

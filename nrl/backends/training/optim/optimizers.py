@@ -28,13 +28,13 @@ _fraction = attrs.validators.and_(_ge(0), _lt(1))
 @checked("Group")
 @attrs.frozen
 class Group:
-    """What is particular to some weights; where several groups fit a weight, the first one counts.
+    """The options of a group of weights; where several groups fit a weight, the first one counts.
 
     Args:
         names: which weights, by a pattern for their Hugging Face names: ``*`` is any text, ``[ab]`` one of two letters.
-        factor: their learning rate, as a multiple of that of the others.
-        weight_decay: theirs, whatever their shape; None: as it would be without the group.
-        muon: whether Muon may update them, if it updates weights of their kind; else AdamW does.
+        factor: the learning rate, as a multiple of the optimizer's.
+        weight_decay: for weights of any shape; None: the optimizer's own.
+        muon: whether Muon may update these weights, if it updates weights of their kind; else AdamW does.
 
     Raises:
         ValueError: a number is negative.
@@ -52,7 +52,7 @@ class Group:
 @checked("Optimizer")
 @attrs.frozen
 class Optimizer:
-    """An optimizer as data; made by `adamw`, `sgd`, `muon` and `own`, which say what the fields mean.
+    """An optimizer as data; made by `adamw`, `sgd`, `muon` and `own`, which explain the fields.
 
     In a configuration, ``optimizer.kind=muon`` replaces AdamW. Fields that are None have the defaults of the kind.
 
@@ -119,13 +119,13 @@ class Optimizer:
 def _check_schedule(schedule: Callable[[int], float]) -> None:
     """Call one's own schedule once: a scheduler of torch, for one, is a class that takes an optimizer."""
     try:
-        found = schedule(0)
-        wrong = "" if isinstance(found, int | float) or getattr(found, "shape", None) == () else described(found)
+        value = schedule(0)
+        wrong = "" if isinstance(value, int | float) or getattr(value, "shape", None) == () else described(value)
     except (TypeError, AttributeError) as error:
-        found, wrong = None, f"the error {error}"
-    if wrong or isinstance(found, bool):
+        value, wrong = None, f"the error {error}"
+    if wrong or isinstance(value, bool):
         raise ArgumentError(
-            f"Optimizer: schedule(0) is {wrong or described(found)}; give a function of the optimizer step, which "
+            f"Optimizer: schedule(0) is {wrong or described(value)}; give a function of the optimizer step, which "
             "counts from 0, that returns a multiple of lr, such as lambda step: 0.99**step, or a Schedule such as "
             "Schedule('cosine', steps=1000)",
             "schedule",
@@ -173,7 +173,7 @@ def adamw(
         clip: the largest global norm of the gradient; infinity (``.inf`` in a configuration) for none.
         schedule: of the learning rate, or a function of the optimizer step, which counts from 0: the rate as a multiple
             of ``lr``. None: constant.
-        groups: what is particular to some weights.
+        groups: options of groups of weights.
 
     Source: Loshchilov and Hutter, 2017 (1711.05101), algorithm 2.
 
@@ -182,9 +182,16 @@ def adamw(
     >>> learning_rate(adamw(lr=1.0, schedule=lambda step: (step + 1) ** -0.5), 3)
     0.5
     """
-    kept = None if moments == "float32" else moments  # so that another kind can replace it in a configuration
+    moments_dtype = None if moments == "float32" else moments  # None lets another kind replace it in a configuration.
     return Optimizer(
-        lr, (betas[0], betas[1]), eps, weight_decay, clip, schedule or Schedule(), moments=kept, groups=tuple(groups)
+        lr,
+        (betas[0], betas[1]),
+        eps,
+        weight_decay,
+        clip,
+        schedule or Schedule(),
+        moments=moments_dtype,
+        groups=tuple(groups),
     )
 
 
@@ -319,7 +326,7 @@ def own(
 
 
 def learning_rate(optimizer: Optimizer, step: int) -> float:
-    """The learning rate of optimizer step ``step``, which counts from 0.
+    """Return the learning rate of optimizer step ``step``, which counts from 0.
 
     Raises:
         ValueError: one's own schedule gives a negative number, or one that is not finite.
@@ -342,7 +349,7 @@ def learning_rate(optimizer: Optimizer, step: int) -> float:
 
 
 def set_learning_rate(groups: Iterable[dict[str, Any]], optimizer: Optimizer, step: int) -> float:
-    """Let the groups of parameters of a torch optimizer have the rate of a step, and return it.
+    """Set the learning rate of a step in the parameter groups of a torch optimizer, and return it.
 
     A group with a ``factor`` has a multiple of it, and one with ``at`` the number of the step.
     """

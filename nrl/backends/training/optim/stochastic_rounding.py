@@ -13,15 +13,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-__all__ = ["RoundedAdamW", "noise", "rounded"]
+__all__ = ["RoundedAdamW", "noise", "round_stochastically"]
 
 _AT_ONCE = 2**23
-"""How many numbers of a parameter are computed at a time, for each of which there are some 40 bytes more."""
+"""The numbers of a parameter that are computed at a time, each with some 40 bytes of temporary memory."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def noise(shape: torch.Size, seed: int, start: int, device: torch.device) -> Tensor:
-    """32 random bits for each number of a tensor, a function of the seed and of its place alone.
+    """Return 32 random bits for each number of a tensor, a function of the seed and of its place alone.
 
     Args:
         shape: of the tensor.
@@ -38,24 +38,24 @@ def noise(shape: torch.Size, seed: int, start: int, device: torch.device) -> Ten
     >>> torch.equal(whole[2:], part)
     True
     """
-    place = torch.arange(start, start + shape.numel(), dtype=torch.int64, device=device)
-    x = place.remainder_(2**31).to(torch.int32).view(shape)
-    x = _mixed(x)
-    return _mixed(x.add_(_signed(seed * 0x9E3779B1)))
+    index = torch.arange(start, start + shape.numel(), dtype=torch.int64, device=device)
+    x = index.remainder_(2**31).to(torch.int32).view(shape)
+    x = _mix_bits(x)
+    return _mix_bits(x.add_(_to_signed(seed * 0x9E3779B1)))
 
 
-def _mixed(x: Tensor) -> Tensor:
+def _mix_bits(x: Tensor) -> Tensor:
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
         x ^= (x >> shift).bitwise_and_((1 << (32 - shift)) - 1)  # a shift of int32 repeats the sign
-        x *= _signed(factor)
+        x *= _to_signed(factor)
     return x.bitwise_xor_((x >> 15).bitwise_and_(2**17 - 1))
 
 
-def _signed(x: int) -> int:
+def _to_signed(x: int) -> int:
     return (x + 2**31) % 2**32 - 2**31
 
 
-def rounded(x: Tensor, bits: Tensor) -> Tensor:
+def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
     """Round to bfloat16, up or down with the chance that makes the mean right.
 
     With a < x < b, the neighbours in bfloat16: b with the chance ``(x - a) / (b - a)``, else a. What bfloat16 has
@@ -71,7 +71,7 @@ def rounded(x: Tensor, bits: Tensor) -> Tensor:
     Source: Gupta et al., 2015 (1502.02551), section 3; for bfloat16, Zamirai et al., 2020 (2010.06192).
 
     >>> third = torch.full((10_000,), 1 + 1 / 384)  # a third of the way from 1 to the next number, 1 + 1 / 128
-    >>> found = rounded(third, noise(third.shape, 0, 0, third.device))
+    >>> found = round_stochastically(third, noise(third.shape, 0, 0, third.device))
     >>> sorted(set(found.tolist())), round(float((found > 1).float().mean()), 2)
     ([1.0, 1.0078125], 0.33)
     """
@@ -107,13 +107,13 @@ class RoundedAdamW(torch.optim.Optimizer):
         eps: float,
         rank: int = 0,
     ) -> None:
-        kept = {"fused": True, "moments": torch.bfloat16, "at": 0}  # as a checkpoint is read
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0} | kept)
+        extra = {"fused": True, "moments": torch.bfloat16, "at": 0}  # A checkpoint is read with these options.
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0} | extra)
         self._rank = rank
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step."""
+        """Take one step."""
         number = 0
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -131,11 +131,11 @@ class RoundedAdamW(torch.optim.Optimizer):
 
 
 def _update(group: Mapping[str, Any], seed: int, steps: Tensor, *tensors: Tensor) -> None:
-    """A step of a parameter, so many numbers of it at a time; of ``at`` the engine sets which step it is."""
-    whole, start = [torch.atleast_1d(_local(x)) for x in tensors], 0
-    rows = max(1, _AT_ONCE // max(1, whole[0][:1].numel()))
-    for parameter, gradient, *kept in zip(*(x.split(rows) for x in whole), strict=True):
-        moments = [x.to(parameter.dtype) for x in kept]
+    """Take a step of a parameter, a block of its numbers at a time; the engine sets the step's number, ``at``."""
+    full, start = [torch.atleast_1d(_local(x)) for x in tensors], 0
+    rows = max(1, _AT_ONCE // max(1, full[0][:1].numel()))
+    for parameter, gradient, *stored in zip(*(x.split(rows) for x in full), strict=True):
+        moments = [x.to(parameter.dtype) for x in stored]
         adamw(
             [parameter],
             [gradient],
@@ -153,8 +153,8 @@ def _update(group: Mapping[str, Any], seed: int, steps: Tensor, *tensors: Tensor
             maximize=False,
         )
         bits = noise(parameter.shape, seed, start, parameter.device)
-        for place, x, shift in zip(kept, moments, (0, 16), strict=True):
-            place.copy_(rounded(x.float(), bits >> shift))
+        for moment, x, shift in zip(stored, moments, (0, 16), strict=True):
+            moment.copy_(round_stochastically(x.float(), bits >> shift))
         start += parameter.numel()
 
 

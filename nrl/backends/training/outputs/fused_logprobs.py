@@ -114,7 +114,7 @@ def linear_top_k(
     chunk: int | None = None,
     shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The most probable words under the softmax of a linear layer, and their log-probabilities; without gradient.
+    """Find the most probable words under the softmax of a linear layer, and their log-probabilities, without gradient.
 
     Args:
         hidden: ``[N, H]``; these are as for `linear_logprobs`.
@@ -139,9 +139,9 @@ def linear_top_k(
     """
     check_inputs(hidden, weight, None, temperature, bias, chunk)
     words_here = torch.tensor(len(weight))
-    known = int(words_here if shard is None else shard.summed(words_here.to(weight.device)))
-    if not 1 <= k <= known:
-        raise ConfigError(f"top_k: k is {k}; it must be at least 1 and at most the {known} words of the model")
+    vocabulary = int(words_here if shard is None else shard.all_reduce(words_here.to(weight.device)))
+    if not 1 <= k <= vocabulary:
+        raise ConfigError(f"top_k: k is {k}; it must be at least 1 and at most the {vocabulary} words of the model")
     if temperature is not None:
         temperature = temperature.to(accumulating(hidden.dtype))[:, None]
     size = chunk_size(hidden, _words(weight, shard), chunk)
@@ -150,21 +150,21 @@ def linear_top_k(
     words = torch.empty((len(hidden), k), dtype=torch.int64, device=hidden.device)
     logprobs = logits.new_empty(words.shape)
     for rows in slices(len(hidden), size):
-        found = _log_softmax(hidden, factor, bias, temperature, rows, logits, logp, shard)
+        chunk_logprobs = _log_softmax(hidden, factor, bias, temperature, rows, logits, logp, shard)
         if shard is None:
-            logprobs[rows], words[rows] = found.topk(k)
+            logprobs[rows], words[rows] = chunk_logprobs.topk(k)
         else:
-            words[rows], logprobs[rows] = shard.top_k(found, k)
+            words[rows], logprobs[rows] = shard.top_k(chunk_logprobs, k)
     return words, logprobs
 
 
 def _words(weight: Tensor, shard: VocabularyShard | None) -> int:
-    """The words of a chunk's logits; where processes share the vocabulary, the most that one of them has."""
-    return len(weight) if shard is None else shard.most
+    """Return the words of a chunk's logits; where processes share the vocabulary, the most that one of them has."""
+    return len(weight) if shard is None else shard.max_words
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """The two results, with the logits computed again in the backward.
+    """Log-probabilities and entropy, with the logits computed again in the backward.
 
     `targets` is ``[N, K]``, `temperature` ``[N, 1]``.
     """
@@ -192,7 +192,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 p = torch.exp(chunk, out=logits[: len(chunk)])
                 entropies[rows] = p.mul_(chunk).sum(1).neg_()
         if entropies is not None and shard is not None:
-            shard.summed(entropies)
+            shard.all_reduce(entropies)
         keep = size == hidden.shape[0] and size * _words(weight, shard) * logp.itemsize <= KEEP_BYTES
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, entropies, logp if keep else None)
         ctx.set_materialize_grads(False)
@@ -204,7 +204,7 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_logprobs is None and grad_entropy is None:
             return (None,) * 8
-        hidden, weight, bias, targets, temperature, entropies, kept = ctx.saved_tensors
+        hidden, weight, bias, targets, temperature, entropies, saved_logprobs = ctx.saved_tensors
         hidden_grad, weight_sum, bias_sum = _gradients(
             hidden,
             weight,
@@ -212,7 +212,7 @@ class _LinearLogprobs(torch.autograd.Function):
             targets,
             temperature,
             entropies,
-            kept,
+            saved_logprobs,
             _by_temperature(grad_logprobs, temperature),
             _by_temperature(None if grad_entropy is None else grad_entropy[:, None], temperature),
             ctx.needs_input_grad[:3],
@@ -232,19 +232,19 @@ def _gradients(
     targets: Tensor,
     temperature: Tensor | None,
     entropies: Tensor | None,
-    kept: Tensor | None,
+    saved_logprobs: Tensor | None,
     of_logprobs: Tensor | None,
     of_entropy: Tensor | None,
     needs: tuple[bool, bool, bool],
     size: int,
     shard: VocabularyShard | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of hidden, weight and bias, the last two as sums over chunks, which the caller casts."""
+    """Compute gradients of hidden, weight and bias, the last two as sums over chunks, which the caller casts."""
     logits, factor = buffer(hidden, weight, size), factor_of(weight)
-    logp = torch.empty_like(logits) if kept is None or of_entropy is not None else kept
+    logp = torch.empty_like(logits) if saved_logprobs is None or of_entropy is not None else saved_logprobs
     gradients = HeadGradients(hidden, weight, logits, needs, size)
     for rows in slices(hidden.shape[0], size):
-        chunk = kept
+        chunk = saved_logprobs
         if chunk is None:
             chunk = _log_softmax(hidden, factor, bias, temperature, rows, logits, logp, shard)
         # d logprob / d z_v = 1[v = target] - p_v and d entropy / d z_v = -p_v (log p_v + entropy)
@@ -275,12 +275,12 @@ def _log_softmax(
     out: Tensor,
     shard: VocabularyShard | None,
 ) -> Tensor:
-    """Log-probabilities of all words for the tokens `rows`, written to `out`; `logits` is scratch."""
+    """Compute log-probabilities of all words for the tokens `rows` into `out`; `logits` is scratch."""
     logits = chunk_logits(hidden, factor, bias, temperature, rows, logits)
     out = out[: len(logits)]
     return torch.log_softmax(logits, 1, out=out) if shard is None else shard.log_softmax(logits, out)
 
 
 def _by_temperature(grad: Tensor | None, temperature: Tensor | None) -> Tensor | None:
-    """The incoming gradient, with the temperature's share of the chain rule."""
+    """Return the incoming gradient, with the temperature's share of the chain rule."""
     return grad if grad is None or temperature is None else grad / temperature

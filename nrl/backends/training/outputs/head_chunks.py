@@ -1,4 +1,4 @@
-"""What all that computes logits by chunks of tokens has in common: their size, their logits, and gradients of a head.
+"""Chunks of tokens for heads: their size, their logits, and gradients of a head.
 
 A chunk's logits are added up and kept in float32 (float64 for float64 inputs), and so is the gradient of the weight.
 """
@@ -36,17 +36,17 @@ _ACCUMULATE = {torch.float32: torch.float32, torch.bfloat16: torch.float32, torc
 
 
 def accumulating(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the logits of inputs of this dtype."""
+    """Return the dtype of the logits of inputs of this dtype."""
     return _ACCUMULATE[dtype]
 
 
 def of_device(memory: float) -> int:
-    """Bytes of a chunk's logits on a GPU with so many bytes of memory."""
+    """Return the bytes of a chunk's logits on a GPU with so many bytes of memory."""
     return int(memory) // _OF_DEVICE
 
 
 def chunk_size(hidden: Tensor, words: int, chunk: int | None) -> int:
-    """Tokens in a chunk: as even as possible, because a small last chunk costs a pass over the weight all the same."""
+    """Return the tokens of a chunk: as even as possible, since a small last chunk also costs a pass over the weight."""
     if chunk is None:
         room = CHUNK_BYTES
         if hidden.device.type == "cuda":
@@ -79,7 +79,7 @@ class HeadGradients:
         self.bias = logits.new_zeros(len(weight)) if needs[2] else None
 
     def add(self, rows: slice, grad: Tensor) -> None:
-        """Add what the gradient of the logits ``[n, V]`` of some tokens comes to."""
+        """Add the contribution of the gradient of the logits ``[n, V]`` of some tokens."""
         if self.bias is not None:
             self.bias.add_(grad.sum(0))
         if self._low is not None:
@@ -91,12 +91,12 @@ class HeadGradients:
 
 
 def slices(tokens: int, size: int) -> list[slice]:
-    """The tokens of each chunk."""
+    """Return the tokens of each chunk."""
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, max(size, 1))]
 
 
 def buffer(hidden: Tensor, weight: Tensor, size: int) -> Tensor:
-    """A chunk's logits, in the accumulating dtype.
+    """Allocate a chunk's logits, in the accumulating dtype.
 
     All chunks share it, since new pages for each would cost as much as the arithmetic on them.
     """
@@ -104,14 +104,14 @@ def buffer(hidden: Tensor, weight: Tensor, size: int) -> Tensor:
 
 
 def factor_of(weight: Tensor) -> Tensor:
-    """The weight as it is multiplied: a GPU adds up products of bfloat16 in float32, and a CPU has no such product."""
+    """Return the weight as a factor: a GPU adds up products of bfloat16 in float32, and a CPU has no such product."""
     return weight if weight.device.type == "cuda" else weight.to(_ACCUMULATE[weight.dtype])
 
 
 def chunk_logits(
     hidden: Tensor, factor: Tensor, bias: Tensor | None, temperature: Tensor | None, rows: slice, out: Tensor
 ) -> Tensor:
-    """Logits of the tokens `rows`, divided by their temperature and written to `out`."""
+    """Compute the logits of the tokens `rows`, divided by their temperature, into `out`."""
     logits = out[: rows.stop - rows.start]
     if factor.dtype != logits.dtype:
         torch.mm(hidden[rows], factor.t(), out_dtype=logits.dtype, out=logits)
@@ -149,12 +149,12 @@ def check_inputs(
     bias: Tensor | None,
     chunk: int | None,
 ) -> None:
-    """Shapes and dtypes only: looking at values would wait for the device."""
+    """Check shapes and dtypes only: looking at values would wait for the device."""
     if hidden.ndim != 2:
         raise ModelError(f"linear_logprobs: hidden is {_show(hidden)}; flatten it to [tokens, width].")
     if hidden.dtype not in _ACCUMULATE:
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _ACCUMULATE)
-        raise ModelError(f"linear_logprobs: hidden is {_show(hidden)}; use one of {known}.")
+        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in _ACCUMULATE)
+        raise ModelError(f"linear_logprobs: hidden is {_show(hidden)}; use one of {dtypes}.")
     tokens, width = hidden.shape
     if weight.ndim != 2 or weight.shape[1] != width or weight.shape[0] < 1:
         raise ModelError(

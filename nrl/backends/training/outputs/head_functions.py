@@ -38,7 +38,7 @@ def linear_logits(
     bias: Tensor | None = None,
     shard: VocabularyShard | None = None,
 ) -> Tensor:
-    """The logits of a linear layer, ``(W h_n + b) / temperature_n``, in float32 (float64 for float64 inputs).
+    """Compute the logits of a linear layer, ``(W h_n + b) / temperature_n``, in float32 (float64 for float64 inputs).
 
     Args:
         hidden: ``[N, H]``; these are as for `nrl.backends.training.outputs.fused_logprobs.linear_logprobs`.
@@ -106,19 +106,19 @@ def _apply(
     shard: VocabularyShard | None,
     guard: Callable[[], AbstractContextManager[Any]],
 ) -> Tensor:
-    if shard is None or len(weight):  # of a few words, the last process may have none
+    if shard is None or len(weight):  # The last process may have none of a few words.
         check_inputs(hidden, weight, None, temperature, bias, chunk)
     if temperature is not None:
         temperature = temperature.detach().to(accumulating(hidden.dtype))[:, None]
     size = chunk_size(hidden, len(weight) if shard is None else shard.words, chunk)
-    found: Tensor = _MapLogits.apply(  # type: ignore[no-untyped-call]
+    result: Tensor = _MapLogits.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, temperature, output, size, shard, guard, *columns
     )
-    return found
+    return result
 
 
 class _MapLogits(torch.autograd.Function):
-    """What a function makes of the logits; without a function, the logits. `temperature` is ``[N, 1]``."""
+    """A function of the logits, or the logits without a function. `temperature` is ``[N, 1]``."""
 
     @staticmethod
     def forward(
@@ -136,19 +136,19 @@ class _MapLogits(torch.autograd.Function):
         logits, factor, tokens = buffer(hidden, weight, size), factor_of(weight), len(hidden)
         words = len(weight) if shard is None else shard.words
         last = (words,) if output is None else () if output.k is None else (output.k,)
-        found = logits.new_zeros((tokens, *last))
+        result = logits.new_zeros((tokens, *last))
         for rows in slices(tokens, size):
             chunk = chunk_logits(hidden, factor, bias, temperature, rows, logits)
             if shard is not None:
                 chunk = shard.gather_logits(chunk)
             if output is None:
-                found[rows] = chunk
+                result[rows] = chunk
                 continue
             with guard():
-                found[rows] = call_on(output, chunk, [column[rows] for column in columns])
+                result[rows] = call_on(output, chunk, [column[rows] for column in columns])
         ctx.save_for_backward(hidden, weight, bias, temperature, *columns)
         ctx.output, ctx.size, ctx.shard, ctx.guard = output, size, shard, guard
-        return found
+        return result
 
     @staticmethod
     @once_differentiable
@@ -176,13 +176,13 @@ class _MapLogits(torch.autograd.Function):
 
 
 def _slope(output: LogitsOutput, logits: Tensor, columns: Sequence[Tensor], grad: Tensor) -> Tensor:
-    """The gradient of the logits of a chunk, from that of what the function returned."""
+    """Compute the gradient of the logits of a chunk from the gradient of the function's result."""
     leaf = logits.detach().requires_grad_()
     with torch.enable_grad():
-        found = call_on(output, leaf, columns)
-    if not found.requires_grad:
+        result = call_on(output, leaf, columns)
+    if not result.requires_grad:
         return torch.zeros_like(logits)
-    (slope,) = torch.autograd.grad(found, leaf, grad.to(found.dtype), allow_unused=True, materialize_grads=True)
+    (slope,) = torch.autograd.grad(result, leaf, grad.to(result.dtype), allow_unused=True, materialize_grads=True)
     return slope
 
 
@@ -199,13 +199,13 @@ def call_on(output: LogitsOutput, logits: Tensor, columns: Sequence[Tensor]) -> 
     """
     expected = (len(logits),) if output.k is None else (len(logits), output.k)
     version = logits._version
-    found: Any = output.fn(logits, *columns)
+    result: Any = output.fn(logits, *columns)
     if logits._version != version:
         raise TypeError(
             f"{output}: the function changes its logits in place; compute on a copy, such as logits.clone()"
         )
-    if not isinstance(found, Tensor) or tuple(found.shape) != expected:
-        kind = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+    if not isinstance(result, Tensor) or tuple(result.shape) != expected:
+        kind = f"a tensor {list(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
         remedy = "a number for each token; reduce over the words, or declare how many numbers with from_logits(fn, k=)"
         if output.k is not None:
             remedy = f"k={output.k} numbers for each token"
@@ -213,4 +213,4 @@ def call_on(output: LogitsOutput, logits: Tensor, columns: Sequence[Tensor]) -> 
             f"{output}: the function returned {kind} for logits {list(logits.shape)}; it must return "
             f"{list(expected)}, {remedy}"
         )
-    return found
+    return result

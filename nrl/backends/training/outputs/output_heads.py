@@ -1,4 +1,4 @@
-"""What heads compute from hidden states: log-probabilities and entropy of words, logits, or one number."""
+"""Outputs of heads from hidden states: log-probabilities and entropy of words, logits, or one number."""
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -27,24 +27,24 @@ LARGE = frozenset({"logits", "hidden_states"})
 
 
 def widths(weight: Tensor, provides: Collection[str]) -> dict[str, int]:
-    """The last dimension of logits and of hidden states, for those of them that a head with this weight provides.
+    """Return the last dimension of logits and of hidden states, if a head with this weight provides them.
 
     >>> widths(torch.zeros(23, 16), PROVIDES["value"])
     {'hidden_states': 16}
     """
-    found = {"logits": weight.shape[0], "hidden_states": weight.shape[1]}
-    return {kind: width for kind, width in found.items() if kind in provides}
+    sizes = {"logits": weight.shape[0], "hidden_states": weight.shape[1]}
+    return {kind: width for kind, width in sizes.items() if kind in provides}
 
 
 def numbers(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``[n]``, the output of a head of one number, in float32 at least."""
+    """Compute ``[n]``, the output of a head of one number, in float32 at least."""
     dtype = torch.promote_types(hidden.dtype, torch.float32)
-    found = (hidden.to(dtype) * weight[0].to(dtype)).sum(-1)
-    return found if bias is None else found + bias[0].to(dtype)
+    result = (hidden.to(dtype) * weight[0].to(dtype)).sum(-1)
+    return result if bias is None else result + bias[0].to(dtype)
 
 
 def states(hidden: Tensor) -> Tensor:
-    """``[n, H]``, the hidden states as an output: in float32 at least, and a tensor of their own."""
+    """Return ``[n, H]``, the hidden states as an output: in float32 at least, and copied."""
     return hidden.to(torch.promote_types(hidden.dtype, torch.float32), copy=True)
 
 
@@ -59,7 +59,7 @@ def predictions(
     shard: VocabularyShard | None = None,
     guard: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> dict[str, Tensor]:
-    """The outputs of a language-model head that ``needs`` names; the matrix of logits is held if it is one of them.
+    """Compute the outputs of a language-model head that ``needs`` names; only ``logits`` holds the matrix of logits.
 
     Args:
         hidden: ``[n, H]``, the states that predict the wanted tokens.
@@ -76,9 +76,9 @@ def predictions(
     values = {}
     k = top_k_of(needs)
     if k is not None:
-        found = linear_top_k(hidden, weight, k, temperature=temperature, bias=bias, shard=shard)
-        values["top_k_ids"], values["top_k_logprobs"] = found
-    if {"logprobs", "entropy", "logprobs_at"} & {output_kind(need) for need in needs}:  # one softmax for all targets
+        top = linear_top_k(hidden, weight, k, temperature=temperature, bias=bias, shard=shard)
+        values["top_k_ids"], values["top_k_logprobs"] = top
+    if {"logprobs", "entropy", "logprobs_at"} & {output_kind(need) for need in needs}:  # All targets share one softmax.
         wide = [x if x.ndim > 1 else x[:, None] for x in targets.values()]
         logprobs, entropy = linear_logprobs(
             hidden,
@@ -99,9 +99,9 @@ def predictions(
         values["logits"] = linear_logits(hidden, weight, temperature=temperature, bias=bias, shard=shard)
     for need in sorted(needs):  # processes that share the vocabulary meet in each of them, in one order
         if isinstance(need, LogitsOutput):
-            some = [columns[column] for column in need.columns] if len(hidden) else []  # no token has no columns
+            inputs = [columns[column] for column in need.columns] if len(hidden) else []  # no token has no columns
             values[str(need)] = map_logits(
-                need, hidden, weight, some, temperature=temperature, bias=bias, shard=shard, guard=guard
+                need, hidden, weight, inputs, temperature=temperature, bias=bias, shard=shard, guard=guard
             )
     if "hidden_states" in needs:
         # Processes that share the vocabulary add up what they know of the states' gradient, and all know this one

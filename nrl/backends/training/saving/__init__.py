@@ -1,1 +1,1 @@
-"""What the processes of a trainer write for a checkpoint, and how."""
+"""Saving: the files that the processes of a trainer write for a checkpoint."""

@@ -13,14 +13,14 @@ from nrl.runtime.mesh.processes import Out, Value
 from nrl.runtime.mesh.rpc import Each, call
 from nrl.runtime.trace import profiles, timeline
 
-__all__ = ["all_written"]
+__all__ = ["wait_for_writers"]
 
 _FIRST, _LONGEST, _GROWTH = 0.001, 1.0, 1.2  # seconds between two questions, and how these become fewer
-_PATIENCE = 5.0  # seconds for an answer, after which nobody shall be told that it takes long: a step comes first
+_PATIENCE = 5.0  # seconds for an answer; a step comes first, so a slow answer is not reported
 
 
-def all_written(mesh: Mesh, writers: Sequence[Value]) -> list[Saved]:
-    """Wait until all processes have written what `on_ranks.begin_writing` has begun; what each wrote, by rank.
+def wait_for_writers(mesh: Mesh, writers: Sequence[Value]) -> list[Saved]:
+    """Wait until all writers of `worker.begin_writing` are done; return the files of each process, by rank.
 
     It asks again and again, in any thread; between its questions the processes do what they are told to.
 
@@ -30,23 +30,23 @@ def all_written(mesh: Mesh, writers: Sequence[Value]) -> list[Saved]:
     """
     pause = _FIRST
     while True:
-        with timeline.unshown(), profiles.untraced():
-            asked = call(mesh, "save", worker.written, Each(writers), outs=Out.all, turn=False).then(list)
-        found = _patiently(mesh, asked)
-        if all(each is not None for each in found):
+        with timeline.hide_calls(), profiles.without_profiling():
+            future = call(mesh, "save", worker.poll_writing, Each(writers), outs=Out.all, turn=False).then(list)
+        results = _wait_patiently(mesh, future)
+        if all(result is not None for result in results):
             break
         time.sleep(pause)
         pause = min(_LONGEST, pause * _GROWTH)
-    for each in found:
-        if isinstance(each, bytes):
-            raise pickle.loads(each)
-    return [each for each in found if isinstance(each, Saved)]
+    for result in results:
+        if isinstance(result, bytes):
+            raise pickle.loads(result)
+    return [result for result in results if isinstance(result, Saved)]
 
 
-def _patiently(mesh: Mesh, asked: Future[list[Saved | bytes | None]]) -> list[Saved | bytes | None]:
+def _wait_patiently(mesh: Mesh, future: Future[list[Saved | bytes | None]]) -> list[Saved | bytes | None]:
     while True:
         try:
-            return asked.result(timeout=_PATIENCE)
+            return future.result(timeout=_PATIENCE)
         except DeadlineExceeded:
-            if mesh.processes.ended:
+            if mesh.processes.has_ended:
                 raise

@@ -1,4 +1,4 @@
-"""What a process has to write for a checkpoint: files as data, which are written at once, or copied and written later.
+"""The plan of a process's files for a checkpoint, which are written at once, or copied and written later.
 
 A copy lies in the memory of the host, which is page-locked where there is a GPU, so that the device copies into it by
 itself. It is kept from one save to the next, since the system takes as long to give it as the copy takes. See
@@ -17,7 +17,7 @@ from nrl.batch.raw import flat_bytes
 from nrl.files import Buffer, Folder, Saved, flush
 from nrl.files import write as write_file
 
-__all__ = ["ToSave"]
+__all__ = ["SavePlan"]
 
 _CHUNK = 1 << 26  # bytes: a power of two, to which torch rounds page-locked memory up
 _spare: list[Tensor] = []
@@ -25,7 +25,7 @@ _guard = Lock()
 
 
 @attrs.frozen
-class ToSave:
+class SavePlan:
     """Files that are not written yet, and a record for the manifest.
 
     Args:
@@ -34,7 +34,7 @@ class ToSave:
 
     >>> import tempfile
     >>> from pathlib import Path
-    >>> ToSave({"numbers": [b"ab", torch.tensor([99, 100], dtype=torch.uint8)]}, {}).write(Path(tempfile.mkdtemp()))
+    >>> SavePlan({"numbers": [b"ab", torch.tensor([99, 100], dtype=torch.uint8)]}, {}).write(Path(tempfile.mkdtemp()))
     Saved(files={'numbers': Written(size=4, sha256='88d4266fd4e6338d13b845fcf289579d209c897823b9217da3e161936f031589')}\
 , record={})
     """
@@ -52,8 +52,8 @@ class ToSave:
         flush(folder)
         return Saved(files, self.record)
 
-    def copied(self) -> "ToSave":
-        """The same files, of bytes that nobody changes; it waits for the copy. They can be written once."""
+    def copy_to_host(self) -> "SavePlan":
+        """Copy the contents to the host, so that later steps do not change them; the copy can be written once."""
         copies, devices = {name: _Copy() for name in self.files}, set[torch.device]()
         for name, parts in self.files.items():
             for part in parts:
@@ -63,26 +63,26 @@ class ToSave:
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()  # once, for all copies
-        return ToSave(copies, self.record)
+        return SavePlan(copies, self.record)
 
 
 class _Copy:
-    """The bytes of a file in chunks of the host's memory, each of which is free again when the next is asked for."""
+    """The bytes of a file in chunks of the host's memory; each is freed when the next is read."""
 
     def __init__(self) -> None:
         self._chunks: list[Tensor] = []
         self._room = 0  # bytes of the last chunk
 
     def add(self, content: Tensor) -> None:
-        at = 0
-        while at < len(content):
+        offset = 0
+        while offset < len(content):
             if not self._room:
                 self._chunks.append(_chunk())
                 self._room = _CHUNK
-            count = min(len(content) - at, self._room)
+            count = min(len(content) - offset, self._room)
             begin = _CHUNK - self._room
-            self._chunks[-1][begin : begin + count].copy_(content[at : at + count], non_blocking=True)
-            at, self._room = at + count, self._room - count
+            self._chunks[-1][begin : begin + count].copy_(content[offset : offset + count], non_blocking=True)
+            offset, self._room = offset + count, self._room - count
 
     def __iter__(self) -> Iterator[memoryview]:
         self._chunks.reverse()

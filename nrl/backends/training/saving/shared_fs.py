@@ -12,28 +12,40 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nrl.errors import CheckpointError
-from nrl.files import Folder, Written, at, check_sizes, check_sums, write
+from nrl.files import Folder, Written, check_sizes, check_sums, to_folder, write
 from nrl.runtime.mesh.current_process import process
 from nrl.runtime.mesh.placement import Mesh
 from nrl.runtime.mesh.rpc import from_all
 from nrl.runtime.node import shared_fs_probe
 
-__all__ = ["Stranger", "answer", "apart", "arrived", "check", "check_shared", "lies_there", "see", "stranger"]
+__all__ = [
+    "HostWithoutFolder",
+    "answer",
+    "check",
+    "check_shared",
+    "check_visible",
+    "collect_written",
+    "find_host_without_folder",
+    "find_separate_exporter",
+    "local_only_error",
+]
 
 
-class Stranger(NamedTuple):
-    """A process that has another folder than the program, and why that is known."""
+class HostWithoutFolder(NamedTuple):
+    """A host whose process does not have the program's folder, with the reason."""
 
     rank: int
     host: str
-    why: str
+    reason: str
 
     def __str__(self) -> str:
-        return f"rank {self.rank}, on host {self.host}, {self.why}"
+        return f"rank {self.rank}, on host {self.host}, {self.reason}"
 
 
-def stranger(folder: Folder, ask: Callable[[Folder, str], Sequence[tuple[str, str]]]) -> Stranger | None:
-    """The first process that does not have the program's folder; None: all have it.
+def find_host_without_folder(
+    folder: Folder, ask: Callable[[Folder, str], Sequence[tuple[str, str]]]
+) -> HostWithoutFolder | None:
+    """Return the first process that does not have the program's folder; None: all have it.
 
     Args:
         folder: exists, and the program can write there.
@@ -45,88 +57,88 @@ def stranger(folder: Folder, ask: Callable[[Folder, str], Sequence[tuple[str, st
     note = f".shared-{uuid.uuid4().hex}"
     _leave(folder / note)
     try:
-        for rank, (host, why) in enumerate(ask(folder, note)):
-            if not why and not shared_fs_probe.arrives(folder / f"{note}.{rank}"):
-                why = "writes what does not arrive there"
-            if why:
-                return Stranger(rank, host, why)
+        for rank, (host, reason) in enumerate(ask(folder, note)):
+            if not reason and not shared_fs_probe.wait_for_file(folder / f"{note}.{rank}"):
+                reason = "writes what does not arrive there"
+            if reason:
+                return HostWithoutFolder(rank, host, reason)
     finally:
         for path in folder.glob(f"{note}*"):
             path.unlink(missing_ok=True)
     return None
 
 
-def check_shared(mesh: Mesh, name: str, folder: str | Folder, who: str) -> None:
+def check_shared(mesh: Mesh, name: str, folder: str | Folder, caller: str) -> None:
     """Check that the program and all processes of a trainer have the same folder.
 
     Raises:
         CheckpointError: a process has another one.
     """
-    place, here = at(folder).absolute(), socket.gethostname()
-    found = _stranger_of(mesh, who, place)
-    if found is not None:
+    path, hostname = to_folder(folder).absolute(), socket.gethostname()
+    stranger = _find_host_of_mesh(mesh, caller, path)
+    if stranger is not None:
         instead = (
             "give a folder (out=) on a disk that all nodes share by the same path, or a store that they reach, such as "
             "checkpoints.to=s3://bucket/run, or reserve the trainer's slots on the node of this program"
-            if isinstance(place, Path)
+            if isinstance(path, Path)
             else "give a store (checkpoints.to=) that all nodes reach, and see that its package is installed there and "
             "the environment of their processes lets them in"
         )
         raise CheckpointError(
-            f"{who}: {folder} is not the same folder for this program, on host {here}, and for all "
-            f"of {name}: {found}. A checkpoint would be without what it writes; {instead}"
+            f"{caller}: {folder} is not the same folder for this program, on host {hostname}, and for all "
+            f"of {name}: {stranger}. A checkpoint would be without what it writes; {instead}"
         )
 
 
-def apart(mesh: Mesh, folder: Path) -> Stranger | None:
-    """The first process, which is the one that exports, if it does not have the program's folder."""
-    found = _stranger_of(mesh, "export", folder)
-    return found if found is not None and found.rank == 0 else None
+def find_separate_exporter(mesh: Mesh, folder: Path) -> HostWithoutFolder | None:
+    """Return the first process, which exports, if it does not have the program's folder; None: it has it."""
+    stranger = _find_host_of_mesh(mesh, "export", folder)
+    return stranger if stranger is not None and stranger.rank == 0 else None
 
 
-def lies_there(folder: Path, found: Stranger) -> CheckpointError:
-    """What a program is told whose export another host has."""
+def local_only_error(folder: Path, exporter: HostWithoutFolder) -> CheckpointError:
+    """Return the error of a program whose export lies on another host."""
     return CheckpointError(
-        f"export: the model lies in {folder} on host {found.host}, and this program, on host "
-        f"{socket.gethostname()}, does not see it: {found}. Copy it from there, or give a folder on a disk "
+        f"export: the model lies in {folder} on host {exporter.host}, and this program, on host "
+        f"{socket.gethostname()}, does not see it: {exporter}. Copy it from there, or give a folder on a disk "
         "that both share by the same path"
     )
 
 
-def _stranger_of(mesh: Mesh, who: str, folder: Folder) -> Stranger | None:
-    return stranger(folder, partial(from_all, mesh, who, answer, turn=False))
+def _find_host_of_mesh(mesh: Mesh, caller: str, folder: Folder) -> HostWithoutFolder | None:
+    return find_host_without_folder(folder, partial(from_all, mesh, caller, answer, turn=False))
 
 
-def arrived(name: str, folder: Folder, each: Iterable[Mapping[str, Written]]) -> dict[str, Written]:
-    """All files that the processes of a trainer wrote, if the program sees them as they were written.
+def collect_written(name: str, folder: Folder, files_by_rank: Iterable[Mapping[str, Written]]) -> dict[str, Written]:
+    """Collect the files that the processes of a trainer wrote, and check that the program sees them.
 
     Args:
         name: of the trainer.
         folder: of the files.
-        each: the files of each process, by rank.
+        files_by_rank: the files of each process, by rank.
 
     Raises:
         CheckpointError: the program does not see one of them, or sees it with another size.
     """
-    found: dict[str, Written] = {}
-    for rank, files in enumerate(each):
+    written: dict[str, Written] = {}
+    for rank, files in enumerate(files_by_rank):
         try:
             check_sizes(folder, files)
         except CheckpointError as error:
             raise CheckpointError(
                 f"save: {error}, when rank {rank} of {name} wrote it; this program does not see the same"
             ) from None
-        found |= files
-    return found
+        written |= files
+    return written
 
 
 def answer(folder: Folder, note: str) -> tuple[str, str]:
-    """In a process: answer the program's note; the name of this host, and why it has another folder, or ""."""
-    return socket.gethostname(), shared_fs_probe.answer(folder, note, str(process().rank), _leave)
+    """Answer the program's note in a process: the name of this host, and why it has another folder, or ""."""
+    return socket.gethostname(), shared_fs_probe.answer_note(folder, note, str(process().rank), _leave)
 
 
-def see(folder: Folder, files: Mapping[str, Written]) -> None:
-    """In a process: check that all files are there, with the sizes with which they were written.
+def check_visible(folder: Folder, files: Mapping[str, Written]) -> None:
+    """Check in a process that all files are there, with the sizes with which they were written.
 
     Raises:
         CheckpointError: one is not, although the program sees it.
@@ -141,13 +153,13 @@ def see(folder: Folder, files: Mapping[str, Written]) -> None:
 
 
 def check(folder: Folder, files: Mapping[str, Written]) -> None:
-    """In a process: compare its share of the files with their checksums. Together the processes read each file once.
+    """Compare a process's share of the files with their checksums. Together the processes read each file once.
 
     Raises:
         CheckpointError: one was altered.
     """
-    here = process()
-    check_sums(folder, {name: files[name] for name in sorted(files)[here.rank :: here.size]})
+    local = process()
+    check_sums(folder, {name: files[name] for name in sorted(files)[local.rank :: local.size]})
 
 
 def _leave(path: Folder) -> None:

@@ -22,26 +22,36 @@ from torch import Tensor
 
 from nrl.backends.models import safetensors
 from nrl.backends.models.named_weights import SAME, a_few, check_weight
-from nrl.backends.models.shards import Joining, apart, fill
-from nrl.backends.training.collectives import HeldError, Peers
-from nrl.backends.training.saving.save_plan import ToSave
+from nrl.backends.models.shards import ShardAssembler, are_disjoint, fill
+from nrl.backends.training.collectives import DeferredError, ProcessGroup
+from nrl.backends.training.saving.save_plan import SavePlan
 from nrl.backends.types import Piece
 from nrl.errors import CheckpointError, ModelError
-from nrl.files import NOT_FINITE, Buffer, Folder, check_parts, part, saved_in
+from nrl.files import NOT_FINITE, Buffer, Folder, check_parts, part_name, read_saved
 
-__all__ = ["KEYS", "MODEL", "MOMENTS", "NUMBER", "check_optimizer", "read", "to_save", "weights", "written_by"]
+__all__ = [
+    "KEYS",
+    "MODEL",
+    "MOMENTS",
+    "NUMBER",
+    "check_optimizer",
+    "iter_weights",
+    "load_shards",
+    "plan_save",
+    "record_optimizer",
+]
 
 MODEL, MOMENTS = "model.", "optimizer."
 KEYS = ("step", "exp_avg", "exp_avg_sq")
 """AdamW's state of a parameter."""
 NUMBER = ":number"
-"""What follows a name of an optimizer's state that is a number of Python, and no tensor."""
+"""The suffix of the name of an optimizer's state that is a number of Python, and no tensor."""
 
 _SHARDS = "DCP_SHARDING_INFO"
 """The field with DCP's offsets in the header of a file; nrl adds the whole shapes, and names where they differ."""
 
 
-def to_save(pieces: Callable[[], Iterable[Piece]], peers: Peers, record: Mapping[str, Any]) -> ToSave:
+def plan_save(pieces: Callable[[], Iterable[Piece]], peers: ProcessGroup, record: Mapping[str, Any]) -> SavePlan:
     """Return the file of this process, of which all processes together have each number once; a collective.
 
     Args:
@@ -49,34 +59,40 @@ def to_save(pieces: Callable[[], Iterable[Piece]], peers: Peers, record: Mapping
         peers: the processes.
         record: JSON for the manifest, to which `NOT_FINITE` is added.
     """
-    held, spoken = HeldError(peers), list[Piece]()
-    with held.back():
-        spoken = [piece for piece in pieces() if piece.tensor.numel()]
-    held.meet("save")
-    return ToSave({part(peers.rank, peers.count): _safetensors(spoken)}, {**record, NOT_FINITE: _not_finite(spoken)})
+    deferred, owned = DeferredError(peers), list[Piece]()
+    with deferred.capture():
+        owned = [piece for piece in pieces() if piece.tensor.numel()]
+    deferred.gather_or_raise("save")
+    return SavePlan(
+        {part_name(peers.rank, peers.count): _safetensors(owned)}, {**record, NOT_FINITE: _find_not_finite(owned)}
+    )
 
 
-def _not_finite(pieces: Iterable[Piece]) -> list[str]:
+def _find_not_finite(pieces: Iterable[Piece]) -> list[str]:
     """Return the names of the pieces that have NaN or infinite numbers."""
     flags: dict[torch.device, dict[str, Tensor]] = {}
     for name, tensor in ((piece.name, piece.tensor.detach()) for piece in pieces if piece.tensor.is_floating_point()):
         # The extremes are infinite or NaN where any number is, and they take no memory, unlike tensor.isfinite()
         finite = torch.stack(torch.aminmax(tensor)).isfinite().all()
-        held = flags.setdefault(tensor.device, {})
-        held[name] = finite & held[name] if name in held else finite
-    found = []
-    for held in flags.values():  # a device is waited for once
-        found += [name for name, finite in zip(held, torch.stack([*held.values()]).tolist(), strict=True) if not finite]
-    return found
+        flags_of_device = flags.setdefault(tensor.device, {})
+        flags_of_device[name] = finite & flags_of_device[name] if name in flags_of_device else finite
+    names = []
+    for flags_of_device in flags.values():  # a device is waited for once
+        names += [
+            name
+            for name, finite in zip(flags_of_device, torch.stack([*flags_of_device.values()]).tolist(), strict=True)
+            if not finite
+        ]
+    return names
 
 
-def read(
+def load_shards(
     folder: Folder,
     shapes: Mapping[str, tuple[int, ...]],
     pieces: Callable[[Mapping[str, Tensor]], Iterable[Piece]],
-    peers: Peers,
+    peers: ProcessGroup,
 ) -> None:
-    """Fill pieces with what was written of `to_save`; a collective.
+    """Fill pieces from the files of a `plan_save`; a collective.
 
     Args:
         folder: with the files of all processes that wrote.
@@ -86,44 +102,44 @@ def read(
 
     Raises:
         ModelError: the files are of another model. Nothing has been changed then.
-        CheckpointError: a part is missing, or a file is not one of `to_save`. Nothing has been changed then, either.
+        CheckpointError: a part is missing, or a file is not one of `plan_save`. Nothing has been changed then, either.
     """
     with ExitStack() as files:
-        held, there = HeldError(peers), dict[str, list[Piece]]()
-        with held.back():
-            there = _pieces(folder, files)
-            whole = {name: pieces[0].shape for name, pieces in there.items()}
-            _check({name.removeprefix(MODEL): x for name, x in whole.items() if name.startswith(MODEL)}, shapes)
-        held.meet("restore")
-        with held.back():
-            own = list(pieces({name: _empty(several[0]) for name, several in there.items()}))
-            if lost := sorted({piece.name for piece in own} - there.keys()):
+        deferred, stored = DeferredError(peers), dict[str, list[Piece]]()
+        with deferred.capture():
+            stored = _pieces(folder, files)
+            stored_shapes = {name: pieces[0].shape for name, pieces in stored.items()}
+            _check({name.removeprefix(MODEL): x for name, x in stored_shapes.items() if name.startswith(MODEL)}, shapes)
+        deferred.gather_or_raise("restore")
+        with deferred.capture():
+            targets = list(pieces({name: _empty(blocks[0]) for name, blocks in stored.items()}))
+            if lost := sorted({piece.name for piece in targets} - stored.keys()):
                 raise CheckpointError(f"restore: {folder} has nothing of {a_few(lost)}; use another checkpoint")
-            for piece in own:
-                fill({piece.name: piece}, there[piece.name], who="restore")
-        held.meet("restore")
+            for piece in targets:
+                fill({piece.name: piece}, stored[piece.name], caller="restore")
+        deferred.gather_or_raise("restore")
 
 
-def weights(folder: Folder) -> Iterator[tuple[str, Tensor]]:
-    """The whole weights of the model that was written of `to_save`, one after the other, by the names that files have.
+def iter_weights(folder: Folder) -> Iterator[tuple[str, Tensor]]:
+    """Yield the full weights of a model that `plan_save` wrote, one after the other, by their names in files.
 
     Args:
         folder: with the files of all processes that wrote.
 
     Raises:
-        CheckpointError: a part is missing, or a file is not one of `to_save`.
+        CheckpointError: a part is missing, or a file is not one of `plan_save`.
     """
     with ExitStack() as files:
-        for name, found in _pieces(folder, files).items():
+        for name, blocks in _pieces(folder, files).items():
             if name.startswith(MODEL):
-                read = [attrs.evolve(each, name=name.removeprefix(MODEL), tensor=each.tensor[:]) for each in found]
-                yield from Joining().add(read)
+                read = [attrs.evolve(block, name=name.removeprefix(MODEL), tensor=block.tensor[:]) for block in blocks]
+                yield from ShardAssembler().add(read)
 
 
-def written_by(optimizer: str) -> dict[str, str]:
-    """What the record of a checkpoint says of the optimizer whose state it has; of AdamW nothing.
+def record_optimizer(optimizer: str) -> dict[str, str]:
+    """Return the entry of a checkpoint's record for the optimizer whose state it has; AdamW has none.
 
-    >>> written_by("adamw"), written_by("sgd")
+    >>> record_optimizer("adamw"), record_optimizer("sgd")
     ({}, {'optimizer': 'sgd'})
     """
     return {} if optimizer == "adamw" else {"optimizer": optimizer}
@@ -135,10 +151,11 @@ def check_optimizer(record: Mapping[str, Any], optimizer: str) -> None:
     Raises:
         CheckpointError: it is of another one.
     """
-    if (there := record.get("optimizer", "adamw")) != optimizer:
+    if (stored := record.get("optimizer", "adamw")) != optimizer:
         raise CheckpointError(
-            f"restore: the checkpoint is of the optimizer '{there}', and here it is '{optimizer}', which keeps another "
-            "state; go on with the same optimizer, or begin another run with the model as trainer.export writes it"
+            f"restore: the checkpoint is of the optimizer '{stored}', and here it is '{optimizer}', which keeps "
+            "another state; go on with the same optimizer, or begin another run with the model as trainer.export "
+            "writes it"
         )
 
 
@@ -148,14 +165,16 @@ def _empty(piece: Piece) -> Tensor:
 
 
 def _safetensors(pieces: Sequence[Piece]) -> list[Buffer | Tensor]:
-    """The content of a file: a header, and then one piece after the other."""
-    pieces = sorted(pieces, key=lambda piece: -piece.tensor.element_size())  # so that each is aligned
+    """Return the content of a file: a header, and then one piece after the other."""
+    pieces = sorted(
+        pieces, key=lambda piece: -piece.tensor.element_size()
+    )  # Wider dtypes first keep each tensor aligned.
     keys, seen = list[str](), Counter[str]()
     for piece in pieces:
         keys.append(f"{piece.name}#{seen[piece.name]}" if seen[piece.name] else piece.name)
         seen[piece.name] += 1
     info = {
-        key: {"saved_offsets": [at.start for at in x.index], "shape": list(x.shape)}
+        key: {"saved_offsets": [dim.start for dim in x.index], "shape": list(x.shape)}
         | ({} if key == x.name else {"name": x.name})
         for key, x in zip(keys, pieces, strict=True)
     }
@@ -167,11 +186,11 @@ def _safetensors(pieces: Sequence[Piece]) -> list[Buffer | Tensor]:
 
 
 def _pieces(folder: Folder, files: ExitStack) -> dict[str, list[Piece]]:
-    """What is in a folder by tensor, if it makes whole tensors; read from ``files``, which stay open, when indexed."""
+    """Return the pieces in a folder by tensor, and check that they are complete; indexing reads from open ``files``."""
     from safetensors import SafetensorError
 
-    found: dict[str, list[Piece]] = {}
-    saved = saved_in(folder)  # a file that its manifest does not list is none of the checkpoint's
+    blocks: dict[str, list[Piece]] = {}
+    saved = read_saved(folder)  # a file that its manifest does not list is none of the checkpoint's
     paths: list[Folder] = [path for path in folder.glob("*.safetensors") if saved is None or path.name in saved.files]
     paths.sort(key=lambda path: path.name)
     try:
@@ -183,7 +202,7 @@ def _pieces(folder: Folder, files: ExitStack) -> dict[str, list[Piece]]:
         ) from None
     for path in paths:
         try:
-            file = files.enter_context(safetensors.opened(path))
+            file = files.enter_context(safetensors.open_file(path))
             info = json.loads(file.metadata()[_SHARDS])
         except (SafetensorError, TypeError, KeyError, ValueError) as error:
             raise CheckpointError(
@@ -194,20 +213,20 @@ def _pieces(folder: Folder, files: ExitStack) -> dict[str, list[Piece]]:
             index = tuple(
                 slice(first, first + size) for first, size in zip(about["saved_offsets"], lazy.get_shape(), strict=True)
             )
-            found.setdefault(name, []).append(Piece(name, tuple(about["shape"]), index, lazy))
-    for name, pieces in found.items():
-        have = sum(math.prod(at.stop - at.start for at in piece.index) for piece in pieces)
+            blocks.setdefault(name, []).append(Piece(name, tuple(about["shape"]), index, lazy))
+    for name, pieces in blocks.items():
+        have = sum(math.prod(dim.stop - dim.start for dim in piece.index) for piece in pieces)
         all_of_it = math.prod(pieces[0].shape)
-        if have != all_of_it or not apart([piece.index for piece in pieces]):
+        if have != all_of_it or not are_disjoint([piece.index for piece in pieces]):
             raise CheckpointError(
                 f"restore: {folder} has {have} of the {all_of_it} numbers of '{name}', in "
                 f"{a_few([path.name for path in paths])}; use another checkpoint"
             )
-    return found
+    return blocks
 
 
-def _check(there: Mapping[str, tuple[int, ...]], own: Mapping[str, tuple[int, ...]]) -> None:
-    for name, shape in there.items():
-        check_weight(name, shape, own, "restore")
-    if missing := own.keys() - there.keys():
+def _check(stored: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
+    for name, shape in stored.items():
+        check_weight(name, shape, expected, "restore")
+    if missing := expected.keys() - stored.keys():
         raise ModelError(f"restore: {len(missing)} weights did not arrive: {a_few(sorted(missing))}; {SAME}")

@@ -12,7 +12,7 @@ from nrl.errors import EnvError
 from nrl.gym.endpoint.chat_request import chat_tools
 from nrl.gym.http.connections import connections
 from nrl.log import error_text
-from nrl.runtime.threads import beside
+from nrl.runtime.threads import run_in_loop
 
 __all__ = ["Mcp", "asked_by_mcp", "json_of", "mcp_of", "posted"]
 
@@ -47,7 +47,7 @@ async def posted(
     server: str, path: str, body: Any, cookies: Mapping[str, str], timeout: float, headers: Mapping[str, str] = {}
 ) -> tuple[int, str, Mapping[str, str]]:
     """The status, the text and the cookies of an answer, from any event loop; without a body, of a GET."""
-    coming = beside(_sent(server + path, body, cookies, timeout, headers))
+    coming = run_in_loop(_sent(server + path, body, cookies, timeout, headers))
     try:
         return await asyncio.wrap_future(coming)
     except (aiohttp.ClientError, OSError) as error:

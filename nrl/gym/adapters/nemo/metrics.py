@@ -8,7 +8,7 @@ from typing import Any
 
 from nrl.errors import EnvError
 from nrl.gym.adapters.nemo.client import json_of
-from nrl.runtime.threads import beside
+from nrl.runtime.threads import run_in_loop
 
 __all__ = ["ROLLOUT", "TASK", "aggregated", "nemo_gym_metrics"]
 
@@ -82,5 +82,5 @@ def nemo_gym_metrics(url: str, answers: str | Path, *, timeout: float = 60.0) ->
     for each in noted:
         each[ROLLOUT] = seen[each.get(TASK)] = seen.get(each.get(TASK), -1) + 1
     server = url.rstrip("/")
-    found, _ = beside(json_of(server, "/aggregate_metrics", {"verify_responses": noted}, {}, timeout)).result()
+    found, _ = run_in_loop(json_of(server, "/aggregate_metrics", {"verify_responses": noted}, {}, timeout)).result()
     return found

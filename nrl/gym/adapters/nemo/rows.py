@@ -13,7 +13,7 @@ from nrl.gym.endpoint import responses
 from nrl.gym.endpoint.chat_request import Asked
 from nrl.gym.endpoint.fields import Unusable
 from nrl.gym.http.json_codec import sendable
-from nrl.runtime.threads import beside
+from nrl.runtime.threads import run_in_loop
 
 __all__ = ["ROW", "asked_of", "drawn", "nemo_gym_row", "nemo_gym_rows"]
 
@@ -121,4 +121,4 @@ def _now(found: Any) -> Any:
     async def awaited() -> Any:
         return await found
 
-    return beside(awaited()).result() if inspect.isawaitable(found) else found
+    return run_in_loop(awaited()).result() if inspect.isawaitable(found) else found

@@ -16,7 +16,7 @@ from nrl.gym.adapters.prime import worker
 from nrl.gym.adapters.rpc_programs import RpcProgram
 from nrl.gym.endpoint.agent_env import Endpoint, driven
 from nrl.gym.http.json_codec import sendable
-from nrl.runtime.threads import beside
+from nrl.runtime.threads import run_in_loop
 
 __all__ = ["verifiers"]
 
@@ -117,7 +117,7 @@ def _rows_here(environment: Any, split: str) -> list[Task]:
 
 def _rows_there(spec: _Spec, split: str) -> list[Task]:
     def block(start: int) -> tuple[int, list[Task]]:
-        found = beside(_program(spec).ask("rows", {"split": split, "start": start})).result()
+        found = run_in_loop(_program(spec).ask("rows", {"split": split, "start": start})).result()
         return found["total"], found["rows"]
 
     return _all_rows(block)
@@ -138,7 +138,7 @@ async def _played_there(specs: Sequence[_Spec], **how: Any) -> Mapping[str, Any]
         return await min(programs, key=lambda each: each.waiting).ask("play", how)
 
     programs = [_program(spec) for spec in specs]
-    return await asyncio.wrap_future(beside(ask()))
+    return await asyncio.wrap_future(run_in_loop(ask()))
 
 
 @functools.cache
@@ -161,4 +161,4 @@ def _program(spec: _Spec) -> RpcProgram:
     async def made() -> RpcProgram:
         return RpcProgram(f"verifiers: the process of {spec.name}", command, greet)
 
-    return beside(made()).result()
+    return run_in_loop(made()).result()

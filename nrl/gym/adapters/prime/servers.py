@@ -16,7 +16,7 @@ from nrl.envs.types import Environment, Score, Task
 from nrl.errors import EnvError
 from nrl.gym.endpoint.agent_env import Endpoint, driven
 from nrl.gym.http.json_codec import sendable
-from nrl.runtime.threads import beside
+from nrl.runtime.threads import run_in_loop
 
 __all__ = ["verifiers_server"]
 
@@ -80,7 +80,7 @@ async def _start(address: str, sampling: Mapping[str, Any], task: Task, endpoint
         "model": endpoint.model,
         "sampling": sampling,
     }
-    reply, traces = await asyncio.wrap_future(beside(_run(address, asked)))
+    reply, traces = await asyncio.wrap_future(run_in_loop(_run(address, asked)))
     return _score(reply, traces)
 
 

@@ -1,1 +1,1 @@
-"""What travels between processes on Ray: calls, replies, errors, batches without their padding."""
+"""The encoding of data between processes on Ray: calls, replies, errors, batches without their padding."""

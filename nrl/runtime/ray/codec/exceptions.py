@@ -13,27 +13,27 @@ from types import FunctionType, TracebackType
 from typing import Any
 
 from nrl.errors import ShippingError
-from nrl.runtime.ray.codec.pickling import deserialized, serialized, size
+from nrl.runtime.ray.codec.pickling import deserialize, num_bytes, serialize
 
-__all__ = ["Raised", "carried"]
+__all__ = ["RemoteException", "wrap_exceptions"]
 
-_MOST = 1_000_000  # bytes of an exception that travel
-_TEXT = 50_000  # characters of one text of it
+_MAX_BYTES = 1_000_000  # bytes of an exception
+_MAX_TEXT = 50_000  # characters of one text of an exception
 
 
-class Raised(Exception):
-    """An exception on its way.
+class RemoteException(Exception):
+    """An exception of another process, in a form that can be sent.
 
     Args:
-        parts: its class, arguments and attributes, serialized; None: they cannot be.
+        parts: its class, arguments and attributes, serialized; None: they cannot be sent.
         summary: its type and message.
         trace: its traceback, as text.
 
     >>> try:
-    ...     with carried("example"):
+    ...     with wrap_exceptions("example"):
     ...         raise ValueError("no")
-    ... except Raised as on_its_way:
-    ...     on_its_way.original()
+    ... except RemoteException as on_its_way:
+    ...     on_its_way.rebuild()
     ValueError('no')
     """
 
@@ -44,18 +44,18 @@ class Raised(Exception):
     def __str__(self) -> str:
         return self.summary
 
-    def original(self) -> BaseException:
-        """The exception itself, or a stand-in that says what it was."""
+    def rebuild(self) -> BaseException:
+        """Rebuild the exception, or a `RuntimeError` with its type and message."""
         try:
-            found = None if self.parts is None else deserialized(self.parts, copy=True)[0]
-            error = _rebuilt(*found) if isinstance(found, tuple) else found
+            parts = None if self.parts is None else deserialize(self.parts, copy=True)[0]
+            error = _rebuild(*parts) if isinstance(parts, tuple) else parts
         except Exception:  # making an instance runs code of its class
             error = None
         return error if isinstance(error, BaseException) else RuntimeError(self.summary)
 
 
-def _rebuilt(kind: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
-    """The exception again, without its own constructor, which may take other arguments than ``args``."""
+def _rebuild(kind: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
+    """Rebuild an exception without calling its own constructor, which may take other arguments than ``args``."""
     error = kind.__new__(kind, *args) if isinstance(kind.__init__, FunctionType) else kind(*args)
     error.args = args
     error.__dict__.update(attributes)
@@ -63,77 +63,79 @@ def _rebuilt(kind: type[BaseException], args: tuple[Any, ...], attributes: dict[
 
 
 @contextmanager
-def carried(who: str, kinds: type[BaseException] = Exception) -> Iterator[None]:
-    """Raise any exception of the block as `Raised`, if it is of these kinds."""
+def wrap_exceptions(caller: str, kinds: type[BaseException] = Exception) -> Iterator[None]:
+    """Raise exceptions of these kinds in the block as `RemoteException`."""
     try:
         yield
     except kinds as error:
-        told = _short(traceback.TracebackException(type(error), error, _of_user(error.__traceback__)))
-        summary = "".join(told.format_exception_only()).strip()
-        raise Raised(_parts(error, who), summary, "".join(told.format())) from None
+        trace = _shorten(traceback.TracebackException(type(error), error, _drop_runtime_frames(error.__traceback__)))
+        summary = "".join(trace.format_exception_only()).strip()
+        raise RemoteException(_serialize_parts(error, caller), summary, "".join(trace.format())) from None
 
 
-def _short(told: traceback.TracebackException) -> traceback.TracebackException:
-    """Cut the texts of an exception, and of those that led to it, to a length that people read."""
-    several, seen = [told], set()
-    for each in several:
-        if id(each) not in seen:
-            seen.add(id(each))
-            each._str = _cut(str(each._str))  # type: ignore[attr-defined]  # to format it whole takes half a minute
-            each.__notes__ = [_cut(str(note)) for note in each.__notes__ or ()]
-            several += [other for other in (each.__cause__, each.__context__, *(each.exceptions or ())) if other]
-    return told
+def _shorten(trace: traceback.TracebackException) -> traceback.TracebackException:
+    """Truncate the texts of an exception and of its causes to a readable length."""
+    chain, seen = [trace], set()
+    for link in chain:
+        if id(link) not in seen:
+            seen.add(id(link))
+            link._str = _truncate(str(link._str))  # type: ignore[attr-defined]  # to format it whole takes half a minute
+            link.__notes__ = [_truncate(str(note)) for note in link.__notes__ or ()]
+            chain += [cause for cause in (link.__cause__, link.__context__, *(link.exceptions or ())) if cause]
+    return trace
 
 
-def _parts(error: BaseException, who: str) -> list[bytes] | None:
-    """The serialized parts that the exception is rebuilt from; None: they cannot be sent."""
+def _serialize_parts(error: BaseException, caller: str) -> list[bytes] | None:
+    """Serialize the parts from which the exception is rebuilt; None: they cannot be sent."""
     knows_how = type(error).__reduce__ is not BaseException.__reduce__
-    whole = _packed(error if knows_how else (type(error), error.args, vars(error)), who)
-    if whole is not None and size(whole) <= _MOST:
-        return whole
-    args, left, room = tuple(_small(arg, who) for arg in error.args), [], _MOST
+    everything = _try_serialize(error if knows_how else (type(error), error.args, vars(error)), caller)
+    if everything is not None and num_bytes(everything) <= _MAX_BYTES:
+        return everything
+    args, left_behind, room = tuple(_shorten_argument(arg, caller) for arg in error.args), [], _MAX_BYTES
     attributes: dict[str, Any] = {}
     for name, value in vars(error).items():
-        parts = _packed(value, who)
-        if parts is not None and size(parts) <= room:  # a lock or a file has no parts
-            room -= size(parts)
+        parts = _try_serialize(value, caller)
+        if parts is not None and num_bytes(parts) <= room:  # a lock or a file has no parts
+            room -= num_bytes(parts)
             attributes[name] = value
         elif name != "__notes__":
-            left.append(f"{name} ({'it cannot be sent' if parts is None else f'{size(parts):,} bytes'})")
-    notes = [_cut(str(note)) for note in getattr(error, "__notes__", ())]
-    if left:
-        notes.append(f"Left behind in the process that raised this: {', '.join(left)}")
-    return _packed((type(error), args, attributes | ({"__notes__": notes} if notes else {})), who)
+            left_behind.append(f"{name} ({'it cannot be sent' if parts is None else f'{num_bytes(parts):,} bytes'})")
+    notes = [_truncate(str(note)) for note in getattr(error, "__notes__", ())]
+    if left_behind:
+        notes.append(f"Left behind in the process that raised this: {', '.join(left_behind)}")
+    return _try_serialize((type(error), args, attributes | ({"__notes__": notes} if notes else {})), caller)
 
 
-def _packed(value: Any, who: str) -> list[bytes] | None:
+def _try_serialize(value: Any, caller: str) -> list[bytes] | None:
     try:
-        return [bytes(part) for part in serialized(value, who)]
+        return [bytes(part) for part in serialize(value, caller)]
     except ShippingError:
         return None
 
 
-def _small(value: Any, who: str) -> Any:
-    """An argument of an exception; a text that was cut, or a note in place of a large value."""
+def _shorten_argument(value: Any, caller: str) -> Any:
+    """Return an argument of an exception, truncated if it is a text, or a note in place of a large value."""
     if isinstance(value, str):
-        return _cut(value)
+        return _truncate(value)
     if isinstance(value, bytes):
-        return _cut(value)
-    parts = _packed(value, who)
-    most = parts is None or size(parts) <= _TEXT  # one that cannot be sent fails when the whole is packed
-    return value if most else f"<{type(value).__name__} of {size(parts or []):,} bytes, which were left out>"
+        return _truncate(value)
+    parts = _try_serialize(value, caller)
+    fits = (
+        parts is None or num_bytes(parts) <= _MAX_TEXT
+    )  # An argument that cannot be sent fails later, with the full exception.
+    return value if fits else f"<{type(value).__name__} of {num_bytes(parts or []):,} bytes, which were left out>"
 
 
-def _cut[T: (str, bytes)](text: T) -> T:
-    if len(text) <= _TEXT:
+def _truncate[T: (str, bytes)](text: T) -> T:
+    if len(text) <= _MAX_TEXT:
         return text
-    mark = f" ... ({len(text) - _TEXT:,} characters were left out) ... "
-    return text[: _TEXT // 2] + (mark if isinstance(text, str) else mark.encode()) + text[-_TEXT // 2 :]
+    mark = f" ... ({len(text) - _MAX_TEXT:,} characters were left out) ... "
+    return text[: _MAX_TEXT // 2] + (mark if isinstance(text, str) else mark.encode()) + text[-_MAX_TEXT // 2 :]
 
 
-def _of_user(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback without the runtime's own outer frames, unless it has no others."""
-    inner, runtime = trace, Path(__file__).parents[2]
-    while inner is not None and runtime in Path(inner.tb_frame.f_code.co_filename).parents:
-        inner = inner.tb_next
-    return inner or trace
+def _drop_runtime_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the runtime's own outer frames, unless it has no others."""
+    frame, runtime = trace, Path(__file__).parents[1]
+    while frame is not None and runtime in Path(frame.tb_frame.f_code.co_filename).parents:
+        frame = frame.tb_next
+    return frame or trace

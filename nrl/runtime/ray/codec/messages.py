@@ -1,4 +1,4 @@
-"""Messages between the driver and the processes of a mesh: orders and receipts."""
+"""Messages between the driver and the processes of a mesh: requests and replies of calls."""
 
 import pickle
 from collections.abc import Sequence
@@ -8,27 +8,27 @@ import attrs
 
 from nrl.runtime.mesh.processes import Out
 
-__all__ = ["FUNCTIONS", "Argument", "NeverMade", "Order", "Receipt", "folded", "unfolded"]
+__all__ = ["CACHED_FUNCTIONS", "Argument", "CallReply", "CallRequest", "MissingInput", "decode", "encode"]
 
-FUNCTIONS = 64
-"""How many functions a process remembers, so that it need not deserialize them again."""
+CACHED_FUNCTIONS = 64
+"""Number of functions that a process caches, so that it need not deserialize them again."""
 
 
-class NeverMade(Exception):
-    """A value is missing, because the call that was to make it has failed."""
+class MissingInput(Exception):
+    """An argument is missing, because the call that produces it has failed."""
 
 
 class Argument(NamedTuple):
-    """How a process finds an argument of a call.
+    """A reference to an argument of a call.
 
-    ``parts``, ``combine`` and ``rows`` are places in the list that comes with the order.
+    ``parts``, ``combine`` and ``rows`` are indices into the list that comes with the request.
 
     Args:
-        key: of a value that the process keeps.
+        key: the key of a value that the process keeps.
         donated: whether the call consumes that value.
-        parts: of the argument's parts.
-        combine: of the function that makes one value of the parts; None: there is one part.
-        rows: of the numbers of the rows to take; None: all.
+        parts: the argument's parts.
+        combine: the function that makes one value of the parts; None: there is one part.
+        rows: the numbers of the rows to take; None: all.
     """
 
     key: int | None = None
@@ -38,28 +38,28 @@ class Argument(NamedTuple):
     rows: int | None = None
 
 
-class Order(NamedTuple):
-    """A call that a process has to make. The function and its arguments come beside it, serialized.
+class CallRequest(NamedTuple):
+    """A request to call a function. The function and its arguments come beside it, serialized.
 
     Args:
         who: how errors name the call.
-        function: a hash of the function, which is the first item beside the order.
+        function: a hash of the function, which is the first item beside the request.
         args: its arguments.
         outs: how its results come back.
         keys: for each of ``outs``, the key under which the process keeps the value; None: it does not.
-        wanted: for each of ``outs``, whether this process sends it.
-        compared: for each of ``outs``, whether its digest is part of the receipt.
-        dropped: keys of values that the driver has no name for any more.
+        returned: for each of ``outs``, whether this process returns it.
+        compared: for each of ``outs``, whether its digest is part of the reply.
+        dropped: keys of values to which the driver holds no handle any more.
         trace: where to write a profile of the call.
-        turn: whether resting values come back to the device for the call.
+        turn: whether offloaded values come back to the device for the call.
     """
 
-    who: str
+    caller: str
     function: bytes
     args: tuple[Argument, ...]
     outs: Out | tuple[Out, ...]
     keys: tuple[int | None, ...]
-    wanted: tuple[bool, ...]
+    returned: tuple[bool, ...]
     compared: tuple[bool, ...]
     dropped: tuple[int, ...] = ()
     trace: str | None = None
@@ -67,34 +67,34 @@ class Order(NamedTuple):
 
 
 @attrs.frozen
-class Receipt:
-    """When a call ran, in seconds since the epoch, and digests of results that must be the same in all processes."""
+class CallReply:
+    """The time of a call, in seconds since the epoch, and digests of results that must be equal in all processes."""
 
     start: float
     end: float
     digests: tuple[bytes | None, ...]
 
 
-def folded(order: Order, beside: Sequence[Any]) -> list[Any]:
-    """Fold an order and the small items beside it into bytes, which Ray sends several times as fast as objects.
+def encode(request: CallRequest, items: Sequence[Any]) -> list[Any]:
+    """Encode a request and its small items as bytes, which Ray sends several times as fast as objects.
 
     Args:
-        order: for a process.
-        beside: small `Serialized` values, and references to others.
+        request: for a process.
+        items: small `Serialized` values, and references to others.
 
     Returns:
         The bytes, and the references.
 
-    >>> letter, reference = folded("order", [[b"small"], "reference"])
-    >>> unfolded(letter, ["value"])
+    >>> letter, reference = encode("order", [[b"small"], "reference"])
+    >>> decode(letter, ["value"])
     ('order', [[b'small'], 'value'])
     """
-    small = [item if isinstance(item, list) else None for item in beside]
-    return [pickle.dumps((order, small)), *(item for item in beside if not isinstance(item, list))]
+    small = [item if isinstance(item, list) else None for item in items]
+    return [pickle.dumps((request, small)), *(item for item in items if not isinstance(item, list))]
 
 
-def unfolded(letter: bytes, arrived: Sequence[Any]) -> tuple[Order, list[Any]]:
-    """The order and the items beside it; the inverse of `folded`, once Ray has replaced references by values."""
-    order, small = pickle.loads(letter)
-    values = iter(arrived)
-    return order, [next(values) if item is None else item for item in small]
+def decode(payload: bytes, resolved: Sequence[Any]) -> tuple[CallRequest, list[Any]]:
+    """Return a request and its items; the inverse of `encode`, once Ray has replaced references by values."""
+    request, small = pickle.loads(payload)
+    remaining = iter(resolved)
+    return request, [next(remaining) if item is None else item for item in small]

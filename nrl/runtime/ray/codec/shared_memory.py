@@ -1,4 +1,4 @@
-"""Tensors that lie in memory that other processes read, too."""
+"""Tensors in memory that other processes read, too."""
 
 import threading
 from collections.abc import Iterator
@@ -12,25 +12,25 @@ from nrl.errors import MutatedBatch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Shared", "noting", "opening"]
+__all__ = ["SharedTensors", "current_shared", "track_shared"]
 
 
 @attrs.frozen
-class Shared:
+class SharedTensors:
     """Tensors in memory that other processes read."""
 
     tensors: "list[Tensor]"
 
-    def check(self, who: str) -> None:
-        """Raise if a function has written into one of them.
+    def check(self, caller: str) -> None:
+        """Check that no function has written into these tensors.
 
         Raises:
-            MutatedBatch: it has.
+            MutatedBatch: a function has.
         """
         if any(tensor._version for tensor in self.tensors):
             raise MutatedBatch(
-                f"{who} wrote into its arguments, which lie in memory that other processes read; batches are values: "
-                "use an out-of-place operation, or clone the column first"
+                f"{caller} wrote into its arguments, which lie in memory that other processes read; batches are "
+                "values: use an out-of-place operation, or clone the column first"
             )
 
 
@@ -38,16 +38,16 @@ _OPENING = threading.local()
 
 
 @contextmanager
-def noting(held: Shared | None) -> Iterator[None]:
-    """Note here the tensors that this thread opens in the block; None: they are taken out of the shared memory."""
-    before, _OPENING.now = opening(), held
+def track_shared(shared: SharedTensors | None) -> Iterator[None]:
+    """Record the tensors that this thread opens in the block; None: copy them out of the shared memory instead."""
+    before, _OPENING.now = current_shared(), shared
     try:
         yield
     finally:
         _OPENING.now = before
 
 
-def opening() -> Shared | None:
-    """Where to note the tensors that are being opened; None: they are to be copied."""
-    found: Shared | None = getattr(_OPENING, "now", None)
-    return found
+def current_shared() -> SharedTensors | None:
+    """Return the record of the tensors that are being opened; None: they are to be copied."""
+    shared: SharedTensors | None = getattr(_OPENING, "now", None)
+    return shared

@@ -9,7 +9,7 @@ from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from nrl.backends.training.layout.h2d import packed, to_device, unpacked
+from nrl.backends.training.layout.h2d import copy_to_device, pack_tensors, unpack_tensors
 from nrl.backends.training.layout.microbatch_plan import Plan
 
 DTYPES = [torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bfloat16, torch.float32, torch.float64]
@@ -35,8 +35,8 @@ def same(a: Any, b: Any) -> bool:
 
 @given(trees)
 def test_a_tree_comes_out_of_its_bytes(tree: Any) -> None:
-    buffer, found = packed(tree, pinned=False)
-    there = unpacked(tree, found, buffer.clone())
+    buffer, found = pack_tensors(tree, pinned=False)
+    there = unpack_tensors(tree, found, buffer.clone())
     (before, form), (after, other) = (tree_flatten(x, is_leaf=lambda x: type(x) is torch.Size) for x in (tree, there))
     assert form == other
     assert all(same(a, b) for a, b in zip(before, after, strict=True))
@@ -44,9 +44,9 @@ def test_a_tree_comes_out_of_its_bytes(tree: Any) -> None:
 
 def test_it_is_one_buffer_and_nothing_in_it_overlaps() -> None:
     tree = torch.ones(3, dtype=torch.bool), {"a": torch.zeros(5, dtype=torch.int64)}
-    buffer, found = packed(tree, pinned=False)
+    buffer, found = pack_tensors(tree, pinned=False)
     assert (buffer.dtype, len(buffer)) == (torch.uint8, 16 + 48)  # each begins at a multiple of 16 bytes
-    first, rest = unpacked(tree, found, buffer)
+    first, rest = unpack_tensors(tree, found, buffer)
     rest["a"].fill_(-1)
     assert first.tolist() == [True] * 3
     assert {x.untyped_storage().data_ptr() for x in (first, rest["a"])} == {buffer.data_ptr()}
@@ -57,7 +57,7 @@ def test_what_no_buffer_holds_travels_beside_it() -> None:
     jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     names = NonTensorStack("x", "y")
     batch = TensorDict({"ids": torch.ones(2, 3), "jagged": jagged, "names": names}, batch_size=[2])
-    there = to_device((batch, torch.empty(2, device="meta")), torch.device("meta"))
+    there = copy_to_device((batch, torch.empty(2, device="meta")), torch.device("meta"))
     assert {x.device.type for x in (there[0]["ids"], there[0]["jagged"], there[1])} == {"meta"}
     assert there[0]["names"] == ["x", "y"]
     assert there[0].batch_size == torch.Size([2])
@@ -66,7 +66,7 @@ def test_what_no_buffer_holds_travels_beside_it() -> None:
 def test_a_plan_stays_a_plan() -> None:
     ids = torch.tensor([[1, 2]])
     plan = Plan({"input_ids": ids}, None, ids[0], {"input_ids": ids[0]}, {}, None, ids[0], torch.Size([1, 2]))
-    there = to_device(plan, torch.device("meta"))
+    there = copy_to_device(plan, torch.device("meta"))
     assert isinstance(there, Plan)
     assert there.shape.numel() == 2  # a `torch.Size`, not a tuple
     assert there.source.device.type == "meta"
@@ -74,4 +74,4 @@ def test_a_plan_stays_a_plan() -> None:
 
 def test_on_a_cpu_nothing_is_copied() -> None:
     tree = (torch.ones(2), None)
-    assert to_device(tree, torch.device("cpu")) is tree
+    assert copy_to_device(tree, torch.device("cpu")) is tree

@@ -14,7 +14,7 @@ from nrl.backends.training.layout import packed_attention
 from nrl.batch import Batch, assign
 from nrl.batch.packed_rows import Packing
 from nrl.batch.packing import Packed, pack, unpack
-from nrl.batch.ragged import ragged
+from nrl.batch.ragged import make_ragged
 
 PACKINGS: list[Packing] = [nrl.Rectangles, nrl.Sequences]
 WIDTH = 8
@@ -24,7 +24,7 @@ def rows_of(rows: Sequence[Sequence[int]], media: Sequence[int], width: int = WI
     ids = torch.tensor([[*row, *[9] * (width - len(row))] for row in rows])
     mask = torch.arange(width) < torch.tensor([len(row) for row in rows])[:, None]
     batch = Batch({"input_ids": ids, "attention_mask": mask}, batch_size=[len(rows)])
-    return assign(batch, media=ragged([torch.tensor([[number, 0]]) for number in media]))
+    return assign(batch, media=make_ragged([torch.tensor([[number, 0]]) for number in media]))
 
 
 def by_definition(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, window: int | None, scaling: float | None) -> Tensor:
@@ -46,7 +46,7 @@ def results(
     """The output in the shape of the batch, and the gradients of the leaves, which are ``[B * T, heads, D]``."""
     leaves = [x.detach().requires_grad_() for x in leaves]
     q, k, v = (x[tokens.source].transpose(0, 1) for x in leaves)
-    out = packed_attention.over(tokens.rows)(q, k, v, window, scaling)
+    out = packed_attention.make_attention(tokens.rows)(q, k, v, window, scaling)
     whole = unpack(out, tokens)
     return [whole.detach(), *torch.autograd.grad(whole, leaves, cotangent.to(whole.dtype))]
 

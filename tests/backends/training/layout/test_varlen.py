@@ -11,7 +11,7 @@ from torch.nn.attention import varlen as of_torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import nrl
-from nrl.backends.training.layout.packed_attention import OverSequences, packing_on
+from nrl.backends.training.layout.packed_attention import SequenceAttention, choose_packing
 from nrl.backends.training.layout.varlen import attention
 from nrl.batch.packed_rows import Sequences
 from nrl.batch.packing import pack
@@ -175,8 +175,8 @@ def on_a_gpu(rows: Sequences, dtype: torch.dtype) -> list[str]:
     device, N = torch.device("cuda"), int(rows.cu_seqlens_q[-1])
     lengths = [x.diff().tolist() for x in (rows.cu_seqlens_q, rows.cu_seqlens_k)]
     with FakeTensorMode(allow_non_fake_inputs=True), Counted() as counted, torch.no_grad():
-        over = OverSequences(rows.to(device))
-        over.own, over.all = lengths  # which in float32 are read from the device
+        over = SequenceAttention(rows.to(device))
+        over.query_lengths, over.key_lengths = lengths  # which in float32 are read from the device
         q, k, v = (torch.empty(heads, N, 8, dtype=dtype, device=device) for heads in (4, 2, 2))
         out = over(q, k, v, 5, None)
         assert (tuple(out.shape), out.device.type) == ((N, 4, 8), "cuda")
@@ -257,7 +257,7 @@ def test_the_operators_of_torch_are_those_that_are_called() -> None:
 
 def test_on_a_gpu_rows_lie_as_its_kernel_takes_them() -> None:
     gpu = torch.device("cuda")
-    assert packing_on(gpu, nrl.Rectangles, "bfloat16", "me") is nrl.Sequences
-    assert packing_on(gpu, None, "float32", "me") is None
+    assert choose_packing(gpu, nrl.Rectangles, "bfloat16", "me") is nrl.Sequences
+    assert choose_packing(gpu, None, "float32", "me") is None
     with pytest.warns(UserWarning, match="me: the model is in float32, .* 16-bit numbers alone.* dtype='bfloat16'"):
-        assert packing_on(gpu, nrl.Rectangles, "float32", "me") is nrl.Rectangles
+        assert choose_packing(gpu, nrl.Rectangles, "float32", "me") is nrl.Rectangles

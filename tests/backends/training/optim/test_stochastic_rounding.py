@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nrl.backends.training.optim import stochastic_rounding
-from nrl.backends.training.optim.stochastic_rounding import RoundedAdamW, noise, rounded
+from nrl.backends.training.optim.stochastic_rounding import RoundedAdamW, noise, round_stochastically
 
 CPU = torch.device("cpu")
 
@@ -23,7 +23,7 @@ def test_noise_is_uniform_and_its_halves_are_independent() -> None:
 
 def test_rounding_is_right_on_average_and_keeps_what_bfloat16_has() -> None:
     x = torch.tensor([1.001, -1.001, 3e-39, 1e30, -0.25, 0.0, 5.0]).repeat_interleave(2**16)
-    found = rounded(x, noise(x.shape, 1, 0, CPU)).double().view(7, -1)
+    found = round_stochastically(x, noise(x.shape, 1, 0, CPU)).double().view(7, -1)
     assert all(len(set(some.tolist())) <= 2 for some in found)
     torch.testing.assert_close(found.mean(1), x.double().view(7, -1)[:, 0], rtol=2e-4, atol=0)
     assert torch.equal(found[4:], x.double().view(7, -1)[4:])  # bfloat16 has these

@@ -47,7 +47,7 @@ def computed(mesh: DeviceMesh | None, words: int, chunk: int | None) -> dict[str
     found = {"logprobs": logprobs, "entropy": entropy, "top_k_logprobs": likely, "top_k_ids": ids}
     found |= dict(zip(("hidden", "weight", "bias"), (x.grad for x in leaves if x.grad is not None), strict=True))
     if shard is not None:
-        shard.summed(found["hidden"])
+        shard.all_reduce(found["hidden"])
     return {name: x.detach() for name, x in found.items()}
 
 

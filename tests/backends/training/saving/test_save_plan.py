@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from nrl.backends.training.saving import save_plan
-from nrl.backends.training.saving.save_plan import ToSave
+from nrl.backends.training.saving.save_plan import SavePlan
 from nrl.files import Written
 from nrl.ops.plan import fake_cuda
-from nrl.ops.plan.op_counter import Counting
+from nrl.ops.plan.op_counter import OpCounter
 from tests.children import child
 from tests.faked import faked
 
@@ -49,10 +49,10 @@ def content(parts: list[Any]) -> bytes:
 def test_a_copy_is_written_as_what_it_is_of(tmp_path: Path, size: int) -> None:
     first, second = [b"x" * size, *tensors()], [b"y" * 3]
     files: dict[str, Any] = {"first": first, "second": second, "empty": []}
-    held = ToSave(files, {"step": 3})
+    held = SavePlan(files, {"step": 3})
     expected = {name: content(parts) for name, parts in files.items()}
     told = {name: Written(len(x), hashlib.sha256(x).hexdigest()) for name, x in expected.items()}
-    for number, made in enumerate((held, held.copied())):
+    for number, made in enumerate((held, held.copy_to_host())):
         folder = tmp_path / f"{number}"
         folder.mkdir()
         saved = made.write(folder)
@@ -63,8 +63,8 @@ def test_a_copy_is_written_as_what_it_is_of(tmp_path: Path, size: int) -> None:
 
 def test_a_copy_does_not_change_and_what_is_no_copy_does(tmp_path: Path) -> None:
     tensor, buffer = torch.zeros(100), bytearray(b"zeros")
-    held = ToSave({"file": [buffer, tensor]}, {})
-    copied = held.copied()
+    held = SavePlan({"file": [buffer, tensor]}, {})
+    copied = held.copy_to_host()
     tensor += 1.0
     buffer[:] = b"fives"
     copied.write(tmp_path)
@@ -74,11 +74,11 @@ def test_a_copy_does_not_change_and_what_is_no_copy_does(tmp_path: Path) -> None
 
 
 def test_the_memory_of_a_copy_is_used_again(tmp_path: Path, small_chunks: list[Tensor]) -> None:
-    held = ToSave({"file": [torch.arange(50)]}, {})
-    held.copied().write(tmp_path)
+    held = SavePlan({"file": [torch.arange(50)]}, {})
+    held.copy_to_host().write(tmp_path)
     before = {chunk.data_ptr() for chunk in small_chunks}
     assert len(before) == 7  # 400 bytes
-    copied = held.copied()
+    copied = held.copy_to_host()
     assert small_chunks == []
     copied.write(tmp_path)
     assert {chunk.data_ptr() for chunk in small_chunks} == before
@@ -88,7 +88,7 @@ def test_the_memory_comes_back_while_it_is_written(
     tmp_path: Path, small_chunks: list[Tensor], monkeypatch: Any
 ) -> None:
     """Each chunk is free when the next one is asked for."""
-    held, there = ToSave({"file": [torch.arange(50)]}, {}).copied(), list[int]()
+    held, there = SavePlan({"file": [torch.arange(50)]}, {}).copy_to_host(), list[int]()
 
     def writes(path: Path, parts: Any) -> Written:
         there.extend(len(small_chunks) for _ in parts)
@@ -101,8 +101,8 @@ def test_the_memory_comes_back_while_it_is_written(
 
 def on_a_gpu() -> None:
     """On a fake one: it is copied without a wait, into memory that the device writes by itself, and then waited for."""
-    waits = Counting()
-    fake_cuda.install((9, 0), 80 * 10**9, waits.waited)
+    waits = OpCounter()
+    fake_cuda.install((9, 0), 80 * 10**9, waits.count_wait)
     copies, pinned, at_once, empty, copy = list[bool](), list[bool](), list[int](), torch.empty, Tensor.copy_
 
     def allocated(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
@@ -115,11 +115,11 @@ def on_a_gpu() -> None:
         return copy(self, source, non_blocking)
 
     with waits:
-        held = ToSave({"file": [b"header", *(torch.ones(n, device="cuda") for n in (3, 100, 1000))]}, {})
+        held = SavePlan({"file": [b"header", *(torch.ones(n, device="cuda") for n in (3, 100, 1000))]}, {})
         torch.empty, Tensor.copy_ = allocated, copied  # type: ignore[assignment,method-assign]
         memory = waits.now
         waits.forget()
-        made = held.copied()
+        made = held.copy_to_host()
         torch.empty, Tensor.copy_ = empty, copy  # type: ignore[method-assign]
     kinds = [kind for (kind, _), count in waits.waits.items() for _ in range(count)]
     assert kinds.count("copy to the host") == 3
@@ -141,7 +141,7 @@ def test_two_threads_take_each_their_own(tmp_path: Path, small_chunks: list[Tens
 
     def saves(number: int) -> None:
         for turn in range(50):
-            made = ToSave({f"{number}": [torch.full((333,), number, dtype=torch.uint8)]}, {}).copied()
+            made = SavePlan({f"{number}": [torch.full((333,), number, dtype=torch.uint8)]}, {}).copy_to_host()
             made.write(tmp_path)
             assert (tmp_path / f"{number}").read_bytes() == bytes([number]) * 333, turn
 

@@ -15,8 +15,14 @@ from torch import Tensor
 import nrl
 from nrl.backends import Params, Trainer, TrainState
 from nrl.backends.training.saving import shared_fs
-from nrl.backends.training.saving.save_plan import ToSave
-from nrl.backends.training.saving.shared_fs import Stranger, answer, check, see, stranger
+from nrl.backends.training.saving.save_plan import SavePlan
+from nrl.backends.training.saving.shared_fs import (
+    HostWithoutFolder,
+    answer,
+    check,
+    check_visible,
+    find_host_without_folder,
+)
 from nrl.backends.training.trainer import make_trainer
 from nrl.data import counting
 from nrl.errors import CheckpointError
@@ -24,7 +30,7 @@ from nrl.files import Folder, Saved, Written, write
 from nrl.run import checkpoint
 from nrl.run.checkpoint import Checkpoints
 from nrl.runtime import Cluster
-from nrl.runtime.mesh.current_process import Process, entered
+from nrl.runtime.mesh.current_process import Process, enter_process
 from nrl.runtime.node import shared_fs_probe
 from tests.backends.bigram import Bigram, BigramState
 
@@ -38,7 +44,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def second(function: Callable[..., Any], *args: Any) -> Any:
     """What it returns in the second of two processes."""
-    with entered(Process(1, 2)):
+    with enter_process(Process(1, 2)):
         return function(*args)
 
 
@@ -63,12 +69,12 @@ def test_a_folder_that_is_not_in_common(prepare: Callable[[Path, str], object], 
         prepare(other, note)
         return [answer(given, note), second(answer, other, note)]
 
-    assert stranger(folder, ask) == Stranger(1, HERE, why)
+    assert find_host_without_folder(folder, ask) == HostWithoutFolder(1, HERE, why)
     assert list(folder.iterdir()) == []
 
 
 def test_a_folder_in_common(tmp_path: Path) -> None:
-    assert stranger(tmp_path, lambda *given: [answer(*given), second(answer, *given)]) is None
+    assert find_host_without_folder(tmp_path, lambda *given: [answer(*given), second(answer, *given)]) is None
     assert list(tmp_path.iterdir()) == []
 
 
@@ -76,9 +82,9 @@ def test_each_process_reads_its_share(tmp_path: Path) -> None:
     files = {name: write(tmp_path / name, [name.encode()]) for name in "abcd"}
     for name in "bd":
         (tmp_path / name).write_text("?")
-    see(tmp_path, files)
+    check_visible(tmp_path, files)
     check(tmp_path, {name: files[name] for name in "ac"})
-    with entered(Process(0, 2)):
+    with enter_process(Process(0, 2)):
         check(tmp_path, files)
     with pytest.raises(CheckpointError, match="the file b was altered; its checksum is not what was written"):
         second(check, tmp_path, files)
@@ -89,7 +95,7 @@ def test_each_process_reads_its_share(tmp_path: Path) -> None:
         f"restore: {tmp_path}: the file b is missing, as rank 1 on host {HERE} sees it; put the checkpoint on a disk"
     )
     with pytest.raises(CheckpointError, match=message):
-        second(see, tmp_path, files)
+        second(check_visible, tmp_path, files)
 
 
 # a trainer
@@ -185,7 +191,7 @@ def test_a_model_on_another_disk_is_not_lost_silently(
 
 
 @attrs.frozen
-class _Lost(ToSave):
+class _Lost(SavePlan):
     left: bytes | None
 
     def write(self, folder: Folder) -> Saved:
@@ -203,7 +209,7 @@ class Loses(Bigram):
 
     left: bytes | None = None
 
-    def save(self, state: BigramState, params: Tensor) -> ToSave:
+    def save(self, state: BigramState, params: Tensor) -> SavePlan:
         made = super().save(state, params)
         return _Lost(made.files, made.record, self.left)
 
@@ -249,7 +255,7 @@ def test_the_processes_see_for_themselves_before_they_restore(
 ) -> None:
     trainer.save(trainer.init(), tmp_path)
     asked: list[tuple[Path, list[str]]] = []
-    monkeypatch.setattr(shared_fs, "see", lambda folder, files: asked.append((folder, sorted(files))))
+    monkeypatch.setattr(shared_fs, "check_visible", lambda folder, files: asked.append((folder, sorted(files))))
     trainer.restore(tmp_path)
     assert asked == [(tmp_path, ["table.pt"])]
 

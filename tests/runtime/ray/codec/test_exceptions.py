@@ -11,7 +11,7 @@ import torch
 from nrl.errors import LostActor, MissingColumn
 from nrl.runtime.clusters import _RAY_SETTINGS
 from nrl.runtime.ray.actor import tail
-from nrl.runtime.ray.codec.exceptions import Raised, carried
+from nrl.runtime.ray.codec.exceptions import RemoteException, wrap_exceptions
 from nrl.runtime.ray.logs import Echo
 from tests.work import calls
 
@@ -36,10 +36,10 @@ class Stubborn(Exception):
         self.args = ()
 
 
-def sent(error: Exception) -> tuple[BaseException, Raised]:
-    with pytest.raises(Raised) as caught, carried("example"):
+def sent(error: Exception) -> tuple[BaseException, RemoteException]:
+    with pytest.raises(RemoteException) as caught, wrap_exceptions("example"):
         raise error
-    return caught.value.original(), caught.value
+    return caught.value.rebuild(), caught.value
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,13 @@ from torch import nn
 
 from nrl.batch import Batch
 from nrl.errors import MutatedBatch, ShippingError
-from nrl.runtime.ray.codec.pickling import deserialized, serialized, size
+from nrl.runtime.ray.codec.pickling import deserialize, num_bytes, serialize
 
 BIG = 5000  # more than what travels inside of the pickle
 
 
 def there_and_back(value: Any, *, copy: bool = False) -> Any:
-    return deserialized(serialized(value, "test"), copy=copy)[0]
+    return deserialize(serialize(value, "test"), copy=copy)[0]
 
 
 @pytest.mark.parametrize("n", [0, 1, 7, BIG])
@@ -64,7 +64,7 @@ def test_parameters_and_gradients() -> None:
 
 
 def test_a_view_does_not_bring_what_it_is_a_view_of() -> None:
-    assert size(serialized(torch.zeros(1_000_000)[:BIG], "test")) < 5 * BIG
+    assert num_bytes(serialize(torch.zeros(1_000_000)[:BIG], "test")) < 5 * BIG
 
 
 def test_batches_stay_locked_and_nested() -> None:
@@ -80,24 +80,24 @@ def test_batches_stay_locked_and_nested() -> None:
 
 def test_large_tensors_travel_beside_the_pickle_and_once() -> None:
     tensor = torch.ones(BIG)
-    head, *buffers = serialized([tensor, tensor], "test")
+    head, *buffers = serialize([tensor, tensor], "test")
     assert len(head) < 1000
     assert [len(buffer) for buffer in buffers] == [4 * BIG]
 
 
 def test_what_is_opened_lies_where_it_came() -> None:
-    parts = serialized(torch.zeros(BIG), "test")
-    found, shared = deserialized(parts)
+    parts = serialize(torch.zeros(BIG), "test")
+    found, shared = deserialize(parts)
     assert found.data_ptr() == parts[1].ctypes.data
     assert len(shared.tensors) == 1
-    copied, nothing = deserialized(parts, copy=True)
+    copied, nothing = deserialize(parts, copy=True)
     assert copied.data_ptr() != parts[1].ctypes.data
     assert not nothing.tensors
 
 
 @pytest.mark.parametrize("write", [lambda x: x.add_(1), lambda x: x[:1].zero_(), lambda x: x.view(-1).mul_(2)])
 def test_a_write_into_shared_memory_is_found(write: Any) -> None:
-    found, shared = deserialized(serialized({"x": torch.ones(BIG)}, "test"))
+    found, shared = deserialize(serialize({"x": torch.ones(BIG)}, "test"))
     found["x"] + 1
     shared.check("my_function")
     write(found["x"])
@@ -106,11 +106,11 @@ def test_a_write_into_shared_memory_is_found(write: Any) -> None:
 
 
 def test_two_threads_open_at_once() -> None:
-    parts = serialized([torch.ones(BIG) for _ in range(20)], "test")
+    parts = serialize([torch.ones(BIG) for _ in range(20)], "test")
     seen: list[tuple[int, int]] = []
 
     def often(copy: bool) -> None:
-        seen.extend((int(copy), len(deserialized(parts, copy=copy)[1].tensors)) for _ in range(50))
+        seen.extend((int(copy), len(deserialize(parts, copy=copy)[1].tensors)) for _ in range(50))
 
     threads = [threading.Thread(target=often, args=(copy,)) for copy in (True, False)]
     for thread in threads:
@@ -134,16 +134,16 @@ def test_the_users_functions_need_not_be_importable(tmp_path: Path) -> None:
     def closure(x: int) -> float:
         return scaled(x) + float(offset.sum())
 
-    (tmp_path / "parts").write_bytes(pickle.dumps(serialized(closure, "test")))
+    (tmp_path / "parts").write_bytes(pickle.dumps(serialize(closure, "test")))
     program = "import pickle; from nrl.runtime.ray.codec import pickling\n"
-    program += "print(pickling.deserialized(pickle.load(open('parts', 'rb')))[0](3))"
+    program += "print(pickling.deserialize(pickle.load(open('parts', 'rb')))[0](3))"
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert float(done.stdout) == 30 + 2 * BIG
 
 
 def test_functions_of_installed_packages_travel_by_name() -> None:
-    assert size(serialized(torch.nn.functional.relu, "test")) < 200
-    assert size(serialized(serialized, "test")) < 200  # nrl is installed wherever nrl runs
+    assert num_bytes(serialize(torch.nn.functional.relu, "test")) < 200
+    assert num_bytes(serialize(serialize, "test")) < 200  # nrl is installed wherever nrl runs
 
 
 def test_what_an_installer_put_into_a_folder_travels_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,7 @@ def test_what_an_installer_put_into_a_folder_travels_by_name(tmp_path: Path, mon
         (tmp_path / file).write_text("def found(x):\n    return x\n")
     monkeypatch.syspath_prepend(tmp_path)
     names = ["put_here", "put_here_alone", "own_project", "beside"]
-    parts = [serialized(importlib.import_module(name).found, "test")[0] for name in names]
+    parts = [serialize(importlib.import_module(name).found, "test")[0] for name in names]
     assert [len(part) > 200 for part in parts] == [False, False, True, True]
 
 
@@ -184,19 +184,19 @@ def test_what_cannot_be_sent_is_named() -> None:
         return held
 
     with pytest.raises(ShippingError, match=r"f: an object of type _thread\.lock, .*'held' of .*captures") as caught:
-        serialized(captures, "f")
+        serialize(captures, "f")
     assert "Create it inside of the function" in str(caught.value)
 
 
 def test_what_cannot_be_sent_is_found_deep_inside() -> None:
     value = {"config": [1, Mine({"handle": lock()})]}
     with pytest.raises(ShippingError, match=r"\['config'\] -> \[1\] -> \.value -> \['handle'\]"):
-        serialized(value, "f")
+        serialize(value, "f")
 
 
 def test_what_cannot_be_sent_is_found_behind_a_partial_and_a_method() -> None:
     with pytest.raises(ShippingError, match=r"_thread\.lock.*its arguments -> \[0\]"):
-        serialized(functools.partial(scaled, lock()), "f")
+        serialize(functools.partial(scaled, lock()), "f")
 
 
 GLOBAL = lock()
@@ -208,7 +208,7 @@ def uses_a_global() -> Any:
 
 def test_a_global_that_cannot_be_sent_is_named() -> None:
     with pytest.raises(ShippingError, match=r"_thread\.lock.*'GLOBAL', a global of uses_a_global"):
-        serialized(uses_a_global, "f")
+        serialize(uses_a_global, "f")
 
 
 class Refuses:
@@ -225,4 +225,4 @@ def test_an_object_that_refuses_is_named_and_not_what_it_holds() -> None:
     with pytest.raises(
         ShippingError, match=r"f: an object of type .*Refuses, .*\[0\], cannot be sent.*: it stays here"
     ):
-        serialized([Refuses()], "f")
+        serialize([Refuses()], "f")

@@ -14,7 +14,7 @@ from nrl import tiny
 from nrl.backends import Model, Params, Sampling, adamw, fsdp, hf
 from nrl.backends.hf.hf_engine import HfEngine
 from nrl.backends.sampling.pool import EnginePool
-from nrl.backends.sampling.weights import Weights, give
+from nrl.backends.sampling.weight_delivery import Weights, give
 from nrl.backends.training import weight_stream
 from nrl.backends.training.trainer import Trainer
 from nrl.errors import ModelError, WeightMismatch
@@ -54,7 +54,7 @@ def pool(here: Cluster, model: Model = MODEL, tolerance: float = 1e-3) -> Engine
 
 
 class Slow:
-    """A seat whose engine loads for as long as nobody waits for it."""
+    """A replica whose engine loads for as long as nobody waits for it."""
 
     def __init__(self, story: list[str], fails: str = "") -> None:
         self.mesh, self.story, self.fails = None, story, fails
@@ -68,7 +68,7 @@ class Slow:
         if self.fails:
             raise ModelError(self.fails)
 
-    def death(self, error: Exception) -> None:
+    def describe_death(self, error: Exception) -> None:
         return None
 
 
@@ -80,8 +80,8 @@ def test_the_next_bucket_is_read_while_one_is_loaded() -> None:
             story.append(f"read {bucket}")
             yield done(bucket)
 
-    seats: list[Any] = [Slow(story)]
-    assert give(seats, buckets(), 1) == {}
+    replicas: list[Any] = [Slow(story)]
+    assert give(replicas, buckets(), 1) == {}
     ahead = ["read 0", "ask add", "read 1", "ask add", "wait", "read 2", "ask add", "wait", "wait"]
     assert story == ["ask begin", "wait", *ahead, "ask end", "wait"]
 
@@ -91,13 +91,13 @@ def test_nothing_that_was_asked_is_left_behind_an_error() -> None:
 
     def buckets() -> Iterator[Any]:
         yield done(0)
-        seats[0].fails = "refused"
+        replicas[0].fails = "refused"
         yield done(1)
         raise AssertionError("it is known by then that the first was refused")
 
-    seats: list[Any] = [Slow(story)]
+    replicas: list[Any] = [Slow(story)]
     with pytest.raises(ModelError, match="refused"):
-        give(seats, buckets(), 1)
+        give(replicas, buckets(), 1)
     assert story == ["ask begin", "wait", "ask add", "ask add", "wait", "wait"]
 
 
@@ -130,7 +130,7 @@ def test_where_engines_are_on_its_devices_the_trainer_computes_before_it_sends(
     assert list(dict.fromkeys(story)) == order
     assert story.count("forward") == 1
     given: Any = sampler._weights
-    give(sampler._seats, given, 2)
+    give(sampler._replicas, given, 2)
     assert story.count("forward") == 1
 
 

@@ -12,13 +12,13 @@ from nrl.backends.models.named_weights import check_arrived
 from nrl.backends.types import Model
 from nrl.errors import ModelError
 
-__all__ = ["Adapter"]
+__all__ = ["VllmAdapter"]
 
 _RANKS = 1, 8, 16, 32, 64, 128, 256, 320, 512  # vLLM's
-_NAME, _NUMBER = "nrl", 1  # one name for all versions: requests that are under way go on with the new one
+_NAME, _NUMBER = "nrl", 1  # All versions share a name: requests in flight go on with the new one.
 
 
-class Adapter:
+class VllmAdapter:
     """The adapter of an engine's model: its shapes, its arguments for vLLM, and its weights when they come.
 
     Args:
@@ -30,7 +30,7 @@ class Adapter:
 
     def __init__(self, model: Model) -> None:
         self._model, self._skeleton = model, lora.skeleton(model)
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in lora.replaced(self._skeleton).items()}
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in lora.select_published(self._skeleton).items()}
         config: Any = self._skeleton.peft_config["default"]  # type: ignore[index]
         if config.init_lora_weights is False:
             raise ModelError(
@@ -43,17 +43,19 @@ class Adapter:
         self.arguments = {
             "enable_lora": True,
             "max_loras": 1,
-            "max_lora_rank": min(each for each in _RANKS if each >= rank),
+            "max_lora_rank": min(supported for supported in _RANKS if supported >= rank),
         }
         self.request: Any = None
-        """Names the adapter in requests; None: the base alone."""
+        """The adapter in requests; None: the base alone."""
         self._folder: Any = None
         self._came: dict[str, Tensor] = {}
 
     def begin(self, engine: Any) -> None:
         """Load the adapter that the model names, if it names one, into an engine that has just started."""
         if isinstance(self._model.lora, str):
-            self.add((piece.name, piece.tensor) for piece in lora.read(self._model.lora) if piece.name in self.shapes)
+            self.add(
+                (piece.name, piece.tensor) for piece in lora.read_adapter(self._model.lora) if piece.name in self.shapes
+            )
             check_arrived(self.shapes.keys() - self._came.keys(), f"Model(lora='{self._model.lora}')")
             self.replace(engine)
 

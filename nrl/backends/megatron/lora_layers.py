@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from nrl.backends.megatron.groups import Groups
-from nrl.backends.megatron.weights import spoken
+from nrl.backends.megatron.weight_views import owned_shards
 from nrl.backends.models import lora, weight_layout
 from nrl.backends.models.named_weights import named_tensors
 from nrl.backends.types import Piece
 
-__all__ = ["add", "clear", "merged", "signature"]
+__all__ = ["add", "clear", "merge_adapters", "signature"]
 
 _JOINED = {
     "self_attention.linear_qkv": ("self_attn", ("q_proj", "k_proj", "v_proj")),
@@ -31,24 +31,24 @@ _JOINED = {
     "mlp.linear_fc1": ("mlp", ("gate_proj", "up_proj")),
     "mlp.linear_fc2": ("mlp", ("down_proj",)),
 }
-"""For Megatron's linear layers, the projections that they are made of, by the names that files have."""
+"""The projections that Megatron's linear layers consist of, by their names in files."""
 
 _SUMS: WeakKeyDictionary[nn.Module, tuple[dict[str, int], dict[str, float]]] = WeakKeyDictionary()
-"""For each stage, how often each weight of its base had been written to, and the sums of its pieces then."""
+"""The writes to each weight of the base of a stage when it was last summed, and the sums of its pieces then."""
 
 
 class _Projection(nn.Module):
-    """A and B of a projection, or what this process has of them.
+    """A and B of a projection, or this process's parts of them.
 
     Args:
         name: that the projection has in files.
         layer: of the same projection, as peft has wrapped it.
         by_rows: whether B is split, as the rows of the weight are; or else A, as its columns are.
         linear: Megatron's layer.
-        at: the groups.
+        groups: the process groups.
     """
 
-    def __init__(self, name: str, layer: Any, by_rows: bool, linear: Any, at: Groups) -> None:
+    def __init__(self, name: str, layer: Any, by_rows: bool, linear: Any, groups: Groups) -> None:
         super().__init__()
         self.name, self.scale, self.rank = name, layer.scaling["default"], layer.r["default"]
         shapes = {
@@ -56,10 +56,10 @@ class _Projection(nn.Module):
             "lora_B": (layer.base_layer.out_features, self.rank),
         }
         self._split = {"lora_A": None if by_rows else 1, "lora_B": 0 if by_rows else None}
-        self._at = at
+        self._groups = groups
         for kind, shape in shapes.items():
             dim = self._split[kind]
-            mine = [size // at.layout.tp if at_dim == dim else size for at_dim, size in enumerate(shape)]
+            mine = [size // groups.layout.tp if axis == dim else size for axis, size in enumerate(shape)]
             parameter: Any = nn.Parameter(torch.empty(mine, dtype=linear.weight.dtype, device=linear.weight.device))
             if dim is None:
                 parameter.sequence_parallel = linear.sequence_parallel
@@ -68,22 +68,22 @@ class _Projection(nn.Module):
             self.register_parameter(kind, parameter)
 
     def piece(self, kind: str, values: Tensor) -> Piece:
-        """What this process has of A or B, as a view of ``values``."""
-        split, tp = self._split[kind], self._at.layout.tp
+        """Return this process's part of A or B, as a view of ``values``."""
+        split, tp = self._split[kind], self._groups.layout.tp
         shape = tuple(size * tp if dim == split else size for dim, size in enumerate(values.shape))
-        first = [self._at.tp * size if dim == split else 0 for dim, size in enumerate(values.shape)]
+        first = [self._groups.tp * size if dim == split else 0 for dim, size in enumerate(values.shape)]
         index = tuple(slice(begin, begin + size) for begin, size in zip(first, values.shape, strict=True))
         return Piece(f"{self.name}.{kind}.weight", shape, index, values)
 
-    def added(self, index: tuple[slice, ...]) -> Tensor:
-        """What the adapter adds to a block of the weight that this process has; in float32 at least."""
+    def compute_delta(self, index: tuple[slice, ...]) -> Tensor:
+        """Compute what the adapter adds to a block of this process's part of the weight, in float32 at least."""
         a, b = (self.piece(kind, getattr(self, kind).detach()) for kind in ("lora_A", "lora_B"))
         rows, columns = index
-        here = slice(rows.start - b.index[0].start, rows.stop - b.index[0].start)
-        there = slice(columns.start - a.index[1].start, columns.stop - a.index[1].start)
+        local_rows = slice(rows.start - b.index[0].start, rows.stop - b.index[0].start)
+        local_columns = slice(columns.start - a.index[1].start, columns.stop - a.index[1].start)
         exact = torch.promote_types(a.tensor.dtype, torch.float32)
-        found: Tensor = self.scale * (b.tensor[here].to(exact) @ a.tensor[:, there].to(exact))
-        return found
+        delta: Tensor = self.scale * (b.tensor[local_rows].to(exact) @ a.tensor[:, local_columns].to(exact))
+        return delta
 
 
 class _ByRows(nn.Module):
@@ -114,22 +114,22 @@ class _ByRows(nn.Module):
         """``x`` ``[n, 1, H]``, with sequence parallelism a part of the tokens; returns ``[m, 1, rows]`` of all."""
         from megatron.core.tensor_parallel import mappings
 
-        own: Any = dict(self.projections.items())
-        low = linear(x, torch.cat([each.lora_A for each in own.values()]))
+        projections: Any = dict(self.projections.items())
+        low = linear(x, torch.cat([projection.lora_A for projection in projections.values()]))
         gather = (
             mappings.gather_from_sequence_parallel_region
             if self._sequence_parallel
             else mappings.copy_to_tensor_model_parallel_region
         )
         low = gather(low, group=self._group)  # each process's B makes a part of its gradient
-        each_low = low.split([each.rank for each in own.values()], -1)
-        found = {
-            name: linear(part, each.lora_B) * each.scale
-            for (name, each), part in zip(own.items(), each_low, strict=True)
+        lows = low.split([projection.rank for projection in projections.values()], -1)
+        outputs = {
+            name: linear(part, projection.lora_B) * projection.scale
+            for (name, projection), part in zip(projections.items(), lows, strict=True)
         }
         parts = [
-            found[name].unflatten(-1, (self._groups, width))
-            if name in found
+            outputs[name].unflatten(-1, (self._groups, width))
+            if name in outputs
             else low.new_zeros(*low.shape[:-1], self._groups, width)
             for name, width in self._widths.items()
         ]
@@ -154,65 +154,73 @@ class _ByColumns(nn.Module):
         """``x`` ``[n, 1, columns]``; returns ``[m, 1, H]``, with sequence parallelism a part of the tokens."""
         from megatron.core.tensor_parallel import mappings
 
-        each: Any = next(iter(self.projections.values()))
+        projection: Any = next(iter(self.projections.values()))
         add_up = (
             mappings.reduce_scatter_to_sequence_parallel_region
             if self._sequence_parallel
             else mappings.reduce_from_tensor_model_parallel_region
         )
-        low = add_up(linear(x, each.lora_A), group=self._group)  # the sum over columns of A x; then B is applied once
-        found: Tensor = linear(low, each.lora_B) * each.scale
-        return found
+        low = add_up(
+            linear(x, projection.lora_A), group=self._group
+        )  # the sum over columns of A x; then B is applied once
+        output: Tensor = linear(low, projection.lora_B) * projection.scale
+        return output
 
 
-def add(stage: Any, skeleton: nn.Module, at: Groups) -> None:
+def add(stage: Any, skeleton: nn.Module, groups: Groups) -> None:
     """Give a stage the adapters that a transformers model has, and let it train those and a value or reward head alone.
 
     Args:
-        stage: of the model (`nrl.backends.megatron.layers.PackedGPT`).
+        stage: of the model (`nrl.backends.megatron.packed_layers.PackedGPT`).
         skeleton: the model, from `nrl.backends.models.lora.skeleton`.
-        at: the groups.
+        groups: the groups.
     """
-    found = lora.layers(skeleton)
+    wrapped_layers = lora.layers(skeleton)
     stage.requires_grad_(False)
     for layer in stage.decoder.layers:
         for path, (part, names) in _JOINED.items():
             prefix = f"model.layers.{layer.layer_number - 1}.{part}."
-            there = {name: found[prefix + name] for name in names if prefix + name in found}
-            if there:
+            present = {name: wrapped_layers[prefix + name] for name in names if prefix + name in wrapped_layers}
+            if present:
                 joined = layer.get_submodule(path)
                 by_rows = len(names) > 1
-                own = {name: _Projection(prefix + name, x, by_rows, joined, at) for name, x in there.items()}
-                joined.adapter = _beside(stage.config, names, own, joined, at)
-                joined.register_forward_hook(_plus)
+                projections = {
+                    name: _Projection(prefix + name, x, by_rows, joined, groups) for name, x in present.items()
+                }
+                joined.adapter = _make_adapter(stage.config, names, projections, joined, groups)
+                joined.register_forward_hook(_add_adapter_output)
     if stage.post_process and isinstance(stage.output_layer, nn.Linear):
         stage.output_layer.requires_grad_(True)
     if stage.pre_process:
-        stage.embedding.register_forward_hook(_differentiable)
+        stage.embedding.register_forward_hook(_require_gradient)
 
 
-def _beside(config: Any, names: tuple[str, ...], own: Mapping[str, _Projection], joined: Any, at: Groups) -> nn.Module:
-    group = at.collection.tp
+def _make_adapter(
+    config: Any, names: tuple[str, ...], projections: Mapping[str, _Projection], joined: Any, process_groups: Groups
+) -> nn.Module:
+    group = process_groups.collection.tp
     if len(names) == 1:
-        return _ByColumns(own, joined, group)
+        return _ByColumns(projections, joined, group)
     if "q_proj" in names:
         width, groups = config.kv_channels, config.num_query_groups
         heads = config.num_attention_heads // groups
         widths = dict(zip(names, (heads * width, width, width), strict=True))
-        return _ByRows(own, widths, groups // at.layout.tp, joined, group)
-    return _ByRows(own, dict.fromkeys(names, len(joined.weight) // len(names)), 1, joined, group)
+        return _ByRows(projections, widths, groups // process_groups.layout.tp, joined, group)
+    return _ByRows(projections, dict.fromkeys(names, len(joined.weight) // len(names)), 1, joined, group)
 
 
-def _plus(joined: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-    """A hook of a linear layer: adds what its adapter makes of the same input."""
-    found, bias = output
-    return found + joined.adapter(inputs[0]), bias
+def _add_adapter_output(joined: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    """Add the adapter's output for the same input; a hook of a linear layer."""
+    base_output, bias = output
+    return base_output + joined.adapter(inputs[0]), bias
 
 
-def _differentiable(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    """A hook of a frozen embedding: Megatron differentiates each stage, and layers that are computed again.
+def _require_gradient(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    """Let the output of a frozen embedding require a gradient; a hook.
 
-    What no gradient reaches it cannot, as where a stage has no adapter.
+    Megatron differentiates each stage, and layers that it computes again.
+
+    It cannot differentiate a stage that no gradient reaches, as where a stage has no adapter.
     """
     return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
 
@@ -221,49 +229,49 @@ def _projections(stages: Iterable[nn.Module]) -> Iterator[_Projection]:
     return (part for stage in stages for part in stage.modules() if isinstance(part, _Projection))
 
 
-def merged(pieces: Iterable[Piece], stages: Iterable[nn.Module]) -> Iterator[Piece]:
-    """Pieces of weights with adapters added in; adapters themselves are left out.
+def merge_adapters(pieces: Iterable[Piece], stages: Iterable[nn.Module]) -> Iterator[Piece]:
+    """Yield pieces of weights with adapters added; leave the adapters themselves out.
 
     Args:
         pieces: that this process has.
         stages: that they are of.
     """
-    own = {f"{each.name}.weight": each for each in _projections(stages)}
-    for some in pieces:
-        if some.name in own:
-            total = some.tensor + own[some.name].added(some.index)
-            yield attrs.evolve(some, tensor=total.to(some.tensor.dtype))
-        elif ".lora_" not in some.name:
-            yield some
+    projections = {f"{projection.name}.weight": projection for projection in _projections(stages)}
+    for piece in pieces:
+        if piece.name in projections:
+            total = piece.tensor + projections[piece.name].compute_delta(piece.index)
+            yield attrs.evolve(piece, tensor=total.to(piece.tensor.dtype))
+        elif ".lora_" not in piece.name:
+            yield piece
 
 
 @torch.no_grad()
 def clear(stages: Iterable[nn.Module]) -> None:
     """Set each B to 0, so that the adapter changes nothing."""
-    for each in _projections(stages):
-        each.get_parameter("lora_B").zero_()
+    for projection in _projections(stages):
+        projection.get_parameter("lora_B").zero_()
 
 
-def signature(stages: Sequence[Any], skeleton: nn.Module, at: Groups) -> dict[str, float]:
-    """As `nrl.backends.models.lora.signature`, of the stages of all processes; a collective.
+def signature(stages: Sequence[Any], skeleton: nn.Module, groups: Groups) -> dict[str, float]:
+    """Compute `nrl.backends.models.lora.signature` of the stages of all processes; a collective.
 
     Args:
         stages: of this process.
         skeleton: the transformers model with the adapter, whose names sums have.
-        at: the groups.
+        groups: the groups.
     """
     total = dict[str, float]()
-    for sums in at.peers.gather(_sums(stages, at)):
+    for sums in groups.peers.gather(_sums(stages, groups)):
         for name, value in sums.items():
             total[name] = total.get(name, 0.0) + value
-    parts = weight_layout.parts(skeleton)
-    base = [name for name, _ in named_tensors(skeleton) if not lora.trained(name)]
+    parts = weight_layout.find_parts(skeleton)
+    base = [name for name, _ in named_tensors(skeleton) if not lora.is_trained(name)]
     in_files = {name: [part.name for part in parts.get(name, ())] or [name] for name in base}
     return {name: sum(total[part] for part in names) for name, names in in_files.items()} | lora.scales(skeleton)
 
 
-def _sums(stages: Sequence[Any], at: Groups) -> dict[str, float]:
-    """The sums of what this process, and no process before it, has of the base; it does not change in training."""
+def _sums(stages: Sequence[Any], groups: Groups) -> dict[str, float]:
+    """Sum up the pieces of the base that this process, and no process before it, has; the base is never trained."""
     writes = {
         f"{i} {name}": x._version
         for i, stage in enumerate(stages)
@@ -273,9 +281,9 @@ def _sums(stages: Sequence[Any], at: Groups) -> dict[str, float]:
     seen, sums = _SUMS.get(stages[0], ({}, {}))
     if writes != seen:
         sums = {}
-        for some in spoken(stages, at):
-            if not lora.trained(some.name):
-                value = float(some.tensor.sum(dtype=torch.float64))
-                sums[some.name] = sums.get(some.name, 0.0) + value
+        for piece in owned_shards(stages, groups):
+            if not lora.is_trained(piece.name):
+                value = float(piece.tensor.sum(dtype=torch.float64))
+                sums[piece.name] = sums.get(piece.name, 0.0) + value
         _SUMS[stages[0]] = writes, sums
     return sums

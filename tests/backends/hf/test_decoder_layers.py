@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nrl.backends.hf import cache, layers
+from nrl.backends.hf import cache, decoder_layers
 from nrl.backends.hf.cache import Preallocated, prepare
 from tests.backends.hf.test_decoding import PLAIN, PROMPTS, build, check
 
@@ -67,9 +67,9 @@ def test_a_model_that_does_more_than_its_layers_say_keeps_its_modules() -> None:
 def test_a_model_whose_layers_have_other_names_keeps_its_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     reference, module = build("llama", **PLAIN["llama"]), build("llama", **PLAIN["llama"])
     with monkeypatch.context() as patch:
-        patch.setattr(layers, "_linear", lambda projection: (projection.weights, projection.bias))
+        patch.setattr(decoder_layers, "_linear", lambda projection: (projection.weights, projection.bias))
         with pytest.raises(AttributeError, match="weights"):
-            layers.stack(module)
+            decoder_layers.stack(module)
         assert prepare(module)
     assert module not in cache._STACKED
     check(reference, module)

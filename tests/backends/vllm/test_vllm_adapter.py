@@ -85,7 +85,7 @@ def test_an_adapter_is_replaced_in_place(on_ray: Cluster, tied: bool, tp: int, t
     metrics.result()
     longs = sampler.stream(PROMPTS, range(len(PROMPTS)))
     until = time.monotonic() + 60
-    while not sampler._seats[0].under_way:
+    while not sampler._replicas[0].under_way:
         assert time.monotonic() < until
         time.sleep(0.01)
     time.sleep(0.3)
@@ -95,14 +95,14 @@ def test_an_adapter_is_replaced_in_place(on_ray: Cluster, tied: bool, tp: int, t
     assert differ(old, rows, 2) < 1e-4  # each token has the numbers of its version
     assert differ(state.params, rows, 3) < 1e-4
 
-    inside = sampler._seats[0].mesh
-    shard_map(lambda: leave_out("vllm.weight_loading", "forget"), inside, (), P())().result()
+    inside = sampler._replicas[0].mesh
+    shard_map(lambda: leave_out("vllm.weight_loading", "reset_cache"), inside, (), P())().result()
     with pytest.raises(WeightMismatch, match=r"\d+ blocks of keys and values that were computed with older weights"):
         nrl.publish(trainer.load(), sampler)
-    shard_map(lambda: leave_out("vllm.weight_loading", "check_forgotten"), inside, (), P())().result()
+    shard_map(lambda: leave_out("vllm.weight_loading", "check_cache_reset"), inside, (), P())().result()
     nrl.publish(state.params, sampler)  # each version has a folder of its own, by which vLLM finds keys and values
     assert differ(state.params, asked(sampler)) < 1e-4
-    shard_map(lambda: leave_out("vllm.adapters", "Adapter", "replace"), inside, (), P())().result()
+    shard_map(lambda: leave_out("vllm.vllm_adapter", "VllmAdapter", "replace"), inside, (), P())().result()
     with pytest.raises(WeightMismatch, match=r"nats apart, and 0\.001 may be rounding"):
         nrl.publish(trainer.load(), sampler)
     end(mesh, *sampler.meshes)

@@ -18,9 +18,9 @@ from nrl.algos import grpo_loss
 from nrl.backends import Model
 from nrl.backends.models import loading, lora
 from nrl.backends.models.named_weights import named_tensors
-from nrl.backends.models.shards import whole as whole_piece
+from nrl.backends.models.shards import full_shard as whole_piece
 from nrl.backends.training.loss.loss_terms import global_weights
-from nrl.backends.training.weight_stream import whole_weights
+from nrl.backends.training.weight_stream import iter_full_weights
 from nrl.errors import ModelError
 from nrl.runtime import Layout
 from tests.backends.megatron.test_experts import QWEN
@@ -73,9 +73,9 @@ def two() -> Iterator[Processes]:
 
 def whole(made: Any, params: Any) -> dict[str, Tensor]:
     """The weights with the adapter added in, and the adapter."""
-    group = made._at.peers.group if hasattr(made, "_at") else None
+    group = made._groups.peers.group if hasattr(made, "_groups") else None
     some = [made.pieces(params), made.pieces(made.adapter(params))]
-    return {name: x.clone() for each in some for name, x in whole_weights(each, "test", group)}
+    return {name: x.clone() for each in some for name, x in iter_full_weights(each, "test", group)}
 
 
 def in_process(
@@ -83,7 +83,7 @@ def in_process(
 ) -> tuple[Steps, dict[str, Tensor]]:
     made = engine(mesh, layout, model, **options)
     state = made.init()
-    found = steps(made, name, parts(rows(name), layout, mesh.get_rank()), made._at.peers.group, state)
+    found = steps(made, name, parts(rows(name), layout, mesh.get_rank()), made._groups.peers.group, state)
     return found, whole(made, made.params(state))
 
 
@@ -210,7 +210,7 @@ def test_weights_are_those_of_the_torch_engine_to_the_last_bit(
         (tmp_path / "adapter").mkdir()
         made.export(made.adapter(made.load(None)), tmp_path / "adapter")
         model = Model(str(tmp_path / "base"), lora=str(tmp_path / "adapter"))
-        assert lora.unread(model) is not None
+        assert lora.build_lazy(model) is not None
     other = torch_engine(model)
     weights = whole(other, other.load(None))
     for each in two(loaded, layout, model):
@@ -295,7 +295,7 @@ def saved_by(made: Any, layout: Layout, rank: int, folder: Path, alone: bool) ->
     state = trained_by(made, layout, rank)
     params = made.params(state)
     record = made.save(state, made.adapter(params) if alone else params).write(folder).record
-    group = made._at.peers.group if hasattr(made, "_at") else None
+    group = made._groups.peers.group if hasattr(made, "_groups") else None
     return record, steps(made, "grpo", parts(rows("grpo"), layout, rank), group, state)
 
 
@@ -307,7 +307,7 @@ def resumed(mesh: DeviceMesh, layout: Layout, folder: Path, record: Mapping[str,
     made = engine(mesh, layout, model)
     state = made.restore(folder, record)
     assert state.step == 3
-    return steps(made, "grpo", parts(rows("grpo"), layout, mesh.get_rank()), made._at.peers.group, state)
+    return steps(made, "grpo", parts(rows("grpo"), layout, mesh.get_rank()), made._groups.peers.group, state)
 
 
 KINDS: dict[str, dict[str, Any]] = {"dense": {"lora": SOME}, "experts": {"source": QWEN, "lora": ATTENTION}}
@@ -357,7 +357,7 @@ def params_saved(mesh: DeviceMesh, layout: Layout, folder: Path, model: Model) -
         where = folder / str(number)
         where.mkdir(exist_ok=True)
         record = by.save_params(some).write(where).record
-        made._at.peers.gather(None)  # all have written
+        made._groups.peers.gather(None)  # all have written
         back = made.restore_params(where, record)
         held = params if number < 2 else some
         assert not any(x.requires_grad for stage in back for x in stage.parameters())

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
 
-__all__ = ["Layer", "Stack", "stack", "step"]
+__all__ = ["DecoderLayer", "DecoderStack", "stack", "step"]
 
 type _Linear = tuple[Tensor, Tensor | None]
 
 
-class Layer(NamedTuple):
+class DecoderLayer(NamedTuple):
     """The parameters of one layer."""
 
     before_attention: Any
@@ -30,17 +30,17 @@ class Layer(NamedTuple):
     scaling: float
 
 
-class Stack(NamedTuple):
+class DecoderStack(NamedTuple):
     """The parts of a model that a step needs; the parameters are the model's own."""
 
     embed: Any
-    layers: tuple[Layer, ...]
+    layers: tuple[DecoderLayer, ...]
     norm: Any
     rotary: Any
     head_dim: int
 
 
-def stack(module: Any) -> Stack:
+def stack(module: Any) -> DecoderStack:
     """Find the layers of a transformers causal language model of the Llama family.
 
     Raises:
@@ -48,13 +48,13 @@ def stack(module: Any) -> Stack:
     """
     base = module.base_model
     layers = tuple(_layer(layer) for layer in base.layers)
-    return Stack(base.embed_tokens, layers, base.norm, base.rotary_emb, base.layers[0].self_attn.head_dim)
+    return DecoderStack(base.embed_tokens, layers, base.norm, base.rotary_emb, base.layers[0].self_attn.head_dim)
 
 
-def _layer(layer: Any) -> Layer:
+def _layer(layer: Any) -> DecoderLayer:
     attention = layer.self_attn
     norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
-    return Layer(
+    return DecoderLayer(
         layer.input_layernorm,
         _linear(attention.q_proj),
         _linear(attention.k_proj),
@@ -88,7 +88,7 @@ def _norm(module: Any, x: Tensor) -> Tensor:
 
 
 def step(
-    model: Stack, tokens: Tensor, positions: Tensor, caches: list[Tensor], column: int, bias: Tensor | None
+    model: DecoderStack, tokens: Tensor, positions: Tensor, caches: list[Tensor], column: int, bias: Tensor | None
 ) -> Tensor:
     """Read one token a row, at the end of its cache.
 
@@ -113,8 +113,8 @@ def step(
         if layer.norms is not None:
             q, k = _norm(layer.norms[0], q), _norm(layer.norms[1], k)
         heads, shared = q.shape[1], k.shape[1]
-        both = torch.cat([q, k], 1)
-        q, k = (both * cos + both.roll(dim // 2, -1) * sin).split([heads, shared], 1)
+        query_and_key = torch.cat([q, k], 1)
+        q, k = (query_and_key * cos + query_and_key.roll(dim // 2, -1) * sin).split([heads, shared], 1)
         keys, values = cache[:, :n, :, : column + 1]
         keys[:, :, column] = k
         values[:, :, column] = v

@@ -26,13 +26,13 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 
 from nrl.backends.megatron.experts import experts
-from nrl.backends.training.layout.packed_attention import OverRectangles, OverSequences
+from nrl.backends.training.layout.packed_attention import RectangleAttention, SequenceAttention
 
-__all__ = ["PackedGPT", "Rows", "block"]
+__all__ = ["MegatronRows", "PackedGPT", "block"]
 
 
 @attrs.frozen
-class Rows:
+class MegatronRows:
     """The rows of a micro-batch, in the place of Megatron's ``PackedSeqParams``, which knows no common prefixes.
 
     Args:
@@ -41,7 +41,7 @@ class Rows:
         routes: ``[n, layers, k]`` int16, the experts of each of them; None: routers choose.
     """
 
-    attention: OverRectangles | OverSequences
+    attention: RectangleAttention | SequenceAttention
     reads: Tensor
     routes: Tensor | None = None
     qkv_format: str = "nrl"  # neither of Megatron's, so that it leaves tokens and rotations as they are
@@ -79,7 +79,7 @@ class _PackedAttention(MegatronModule):  # type: ignore[misc]  # Megatron has no
         self.window, self.scale, self.group = windows[layer_number - 1], softmax_scale, pg_collection.cp
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, /, *, packed_seq_params: Rows, **_: Any
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, /, *, packed_seq_params: MegatronRows, **_: Any
     ) -> Tensor:
         """``query`` ``[n, 1, H, D]``, ``key`` and ``value`` ``[n, 1, h, D]``; returns ``[n, 1, H * D]``."""
         if self.group.size() > 1:
@@ -92,13 +92,13 @@ class _Layer(TransformerLayer):  # type: ignore[misc]
     """A layer that hands the rows on to its experts."""
 
     def _forward_mlp(
-        self, hidden_states: Tensor, inference_context: Any, padding_mask: Any, packed_seq_params: Rows
+        self, hidden_states: Tensor, inference_context: Any, padding_mask: Any, packed_seq_params: MegatronRows
     ) -> Any:
         return super()._forward_mlp(hidden_states, inference_context, packed_seq_params, packed_seq_params)
 
 
 def block(config: Any, windows: tuple[int | None, ...], stage: int | None) -> TransformerBlockSubmodules:
-    """The layers of a stage of this process, by its number there; None: it has one stage."""
+    """Return the layers of a stage of this process, by its number there; None: the process has one stage."""
     norm: Any = _Norm
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
@@ -124,7 +124,9 @@ def block(config: Any, windows: tuple[int | None, ...], stage: int | None) -> Tr
 
     first, count = get_transformer_layer_offset(config, stage), get_num_layers_to_build(config, stage)
     sparse = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
-    return TransformerBlockSubmodules([layer(bool(each)) for each in sparse[first : first + count]], layer_norm=norm)
+    return TransformerBlockSubmodules(
+        [layer(bool(is_sparse)) for is_sparse in sparse[first : first + count]], layer_norm=norm
+    )
 
 
 class PackedGPT(GPTModel):  # type: ignore[misc]
