@@ -199,7 +199,7 @@ class Decoded(NamedTuple):
 class SampleEngine(Protocol):
     """The engine that the author of a sampler writes; it samples in one process.
 
-    It may satisfy `nrl.runtime.mesh.offload.Offloadable`, too. And it may have ``matrices``, the common dtype of all its
+    It may satisfy `nrl.runtime.mesh.offload.Offloadable`, too. And it may have ``matrices``, the common dtype of all
     weights of more than one dimension: then these come in this dtype.
 
     `nrl.backends.sampling.pool.EnginePool` makes a sampler of such engines; `nrl.backends.hf.hf_engine` and

@@ -75,8 +75,8 @@ def ahead[T](stream: Stream[T], n: int) -> Source[T]:
     Raises:
         DataError: ``n`` is negative.
 
-    >>> from nrl.data import count_loads
-    >>> early = ahead(count_loads(), 2)
+    >>> from nrl.data import counting
+    >>> early = ahead(counting(), 2)
     >>> early.take(1), early.state()["pending"]
     ([0], [1, 2])
     """
@@ -159,7 +159,7 @@ def ahead[T](stream: Stream[T], n: int) -> Source[T]:
             pool.submit(work, _ends)
         for future, before in islice(list(items), handed, None):  # before the source is asked where it is
             while not future.done():
-                remaining = 0.0 if _AT_END.get() else patience()  # It may begin to count meanwhile.
+                remaining = 0.0 if _AT_END.get() else patience_left()  # It may begin to count meanwhile.
                 futures.wait([future], timeout=_LOOK if remaining is None else max(remaining, _SOON))
                 if remaining is not None and not future.done() and before:
                     return {"source": before[0], "pending": pending}  # the item under way is made anew

@@ -41,8 +41,8 @@ def batched[T](stream: Stream[T], n: int, collate: Callable[[Sequence[T]], Batch
     Raises:
         DataError: ``n`` is not positive.
 
-    >>> from nrl.data import count_loads
-    >>> batched(count_loads(), 3, collate=tuple).take(2)
+    >>> from nrl.data import counting
+    >>> batched(counting(), 3, collate=tuple).take(2)
     [(0, 1, 2), (3, 4, 5)]
     """
     if n < 1:
@@ -79,11 +79,11 @@ def drop_uniform(stream: Stream[Batch], patience: int = 32) -> Source[Batch]:
 
     Source: dynamic sampling, Yu et al., 2025 (2503.14476), section 3.2.
 
-    >>> from nrl.data import count_loads
+    >>> from nrl.data import counting
     >>> def group(index):
     ...     rewards = torch.tensor([0.0, float(index % 2)])
     ...     return Batch({"input_ids": torch.zeros(2, 3, dtype=torch.int64), "rewards": rewards}, batch_size=[2])
-    >>> kept = drop_uniform(count_loads(group)).take(2)
+    >>> kept = drop_uniform(counting(group)).take(2)
     >>> [int(batch["dropped"].sum()) for batch in kept]
     [2, 2]
     """
@@ -119,11 +119,11 @@ def filtered(stream: Stream[Batch], keep: Callable[[Batch], bool], patience: int
         DataError: ``patience`` draws had no accepted item, ``patience`` is not positive, or ``keep`` returned no truth
             value.
 
-    >>> from nrl.data import count_loads
+    >>> from nrl.data import counting
     >>> def group(index):
     ...     rewards = torch.tensor([0.0, float(index)])
     ...     return Batch({"input_ids": torch.zeros(2, 3, dtype=torch.int64), "rewards": rewards}, batch_size=[2])
-    >>> solved = filtered(count_loads(group), lambda group: bool((group["rewards"] > 1).any()))
+    >>> solved = filtered(counting(group), lambda group: bool((group["rewards"] > 1).any()))
     >>> solved.take(1)[0]["rewards"].tolist()
     [0.0, 2.0]
     """
@@ -161,13 +161,13 @@ def fresh(stream: Stream[Batch], lag: int, sampler: Versioned, patience: int = 3
     Raises:
         DataError: ``patience`` draws were too old, ``lag`` is negative, or ``patience`` is not positive.
 
-    >>> from nrl.data import count_loads
+    >>> from nrl.data import counting
     >>> class Now:
     ...     version = 5
     >>> def group(index):
     ...     version = torch.tensor([index])
     ...     return Batch({"input_ids": torch.zeros(1, 3, dtype=torch.int64), "version": version}, batch_size=[1])
-    >>> fresh(count_loads(group), 1, Now()).take(1)[0]["version"].tolist()
+    >>> fresh(counting(group), 1, Now()).take(1)[0]["version"].tolist()
     [4]
     """
     if not hasattr(sampler, "version"):

@@ -45,7 +45,7 @@ def retrying[C, T](main: Callable[[C], T], times: int = 3, *, pause: float = 1.0
         ValueError: ``times`` or ``pause`` is negative.
 
     >>> import attrs, nrl, tempfile
-    >>> from nrl.data import count_loads
+    >>> from nrl.data import counting
     >>> @attrs.frozen
     ... class Config:
     ...     out: str = tempfile.mkdtemp()
@@ -54,7 +54,7 @@ def retrying[C, T](main: Callable[[C], T], times: int = 3, *, pause: float = 1.0
     >>> lost = [LostActor("train_step", "trainer", 1, "10.0.0.3", "killed by signal 9")]
     >>> def main(cfg):
     ...     with nrl.run(cfg) as run:
-    ...         total, stream = run.restore(total=0, stream=count_loads())
+    ...         total, stream = run.restore(total=0, stream=counting())
     ...         for i, number in run.steps(stream):
     ...             if i == 2 and lost:
     ...                 raise lost.pop()

@@ -92,14 +92,14 @@ class Run:
             ModelError: the files of a trainer's model could not be written at an export.
 
         >>> import attrs, tempfile
-        >>> from nrl.data import count_loads
+        >>> from nrl.data import counting
         >>> @attrs.frozen
         ... class Config:
         ...     out: str = tempfile.mkdtemp()
         ...     steps: int = 2
         >>> for attempt in range(2):
         ...     with run(Config()) as entered:
-        ...         total, stream = entered.restore(total=0, stream=count_loads())
+        ...         total, stream = entered.restore(total=0, stream=counting())
         ...         for i, batch in entered.steps(stream):
         ...             total += 10
         ...             folder = entered.save(i, total=total, stream=stream)
@@ -178,7 +178,9 @@ class Run:
                     if main:
                         timeline.step(step)
                     with timeline.span(f"{shown} {step}", loop=shown):
-                        loop.step = RunningStep(requested=time.perf_counter(), published=timeline.seconds_spent("publish"))
+                        loop.step = RunningStep(
+                            requested=time.perf_counter(), published=timeline.seconds_spent("publish")
+                        )
                         with timeline.span("take"):
                             batch = self._pull(loop, stream, step)
                         loop.step.pulled = time.perf_counter()

@@ -69,8 +69,8 @@ def decode(
         ModelError: the model's forward pass cannot be decoded from.
 
     >>> from nrl import tiny
-    >>> from nrl.backends.models.loading import build_wheel
-    >>> module = build_wheel(tiny.model()).eval()
+    >>> from nrl.backends.models.loading import build
+    >>> module = build(tiny.model()).eval()
     >>> first, second = decode(module, [[1, 2, 3], [4]], [0, 1], max_new_tokens=5, context_length=64)
     >>> len(first.token_ids), second.truncated
     (5, True)

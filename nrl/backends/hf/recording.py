@@ -24,9 +24,9 @@ class Recording:
         ModelError: the model has no routers, or its routers cannot be recorded.
 
     >>> from nrl import tiny
-    >>> from nrl.backends.models.loading import build_wheel
+    >>> from nrl.backends.models.loading import build
     >>> fields = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-    >>> module = build_wheel(tiny.model(model_type="qwen3_moe", **fields))
+    >>> module = build(tiny.model(model_type="qwen3_moe", **fields))
     >>> recording = Recording(module)
     >>> with recording.on(), torch.no_grad():
     ...     _ = module(torch.tensor([[1, 2, 3]]))

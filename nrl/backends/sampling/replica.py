@@ -341,7 +341,9 @@ class EngineReplica:
         count = self.mesh.processes.count
         engines = [0 if count == 1 else self.mesh.shard_of(rank) for rank in range(count)]
         args = (Each([column[engine] for engine in engines]) for column in columns)
-        reply: Results = call(self.mesh, caller, partial(method, name), self._handles, *args, outs=Out.per_shard, turn=turn)
+        reply: Results = call(
+            self.mesh, caller, partial(method, name), self._handles, *args, outs=Out.per_shard, turn=turn
+        )
         return reply
 
 

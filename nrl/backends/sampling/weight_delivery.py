@@ -175,7 +175,9 @@ def _give(
     refused: list[Exception] = []
 
     def note(replica: EngineReplica, error: Exception, bucket: Any) -> None:
-        its_own = not (isinstance(bucket, RemoteFuture) and bucket.failure() is error)  # else it is the trainer mesh's error
+        its_own = not (
+            isinstance(bucket, RemoteFuture) and bucket.failure() is error
+        )  # else it is the trainer mesh's error
         if its_own and (death := replica.describe_death(error)) is not None:
             dead[replica] = death
         else:

@@ -362,7 +362,9 @@ class Trainer:
             fn = partial(worker.train, loss, self._split)
             donated, consume = Each([Donated(value) for value in values]), partial(state.handle.donate, self, caller)
             with self._stepping:
-                new, results = self._call(caller, fn, donated, weights, *shards, outs=(Out.on_rank, Out.all), sent=consume)
+                new, results = self._call(
+                    caller, fn, donated, weights, *shards, outs=(Out.on_rank, Out.all), sent=consume
+                )
             return (
                 self._state(new, state.step + 1, state.version, False, params.adapter_of),
                 results.then(partial(_merge_metrics, metrics)),

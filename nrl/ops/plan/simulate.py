@@ -243,7 +243,7 @@ class _Reply(BaseException):
 def _read_all_weights(engine: TorchEngine, state: TorchState, step: Step, ranks: fake_cuda.OtherRanks) -> None:
     """Read all weights as for samplers on the same GPUs, which have one bucket while the next is read."""
     dtype = getattr(torch, step.dtype)  # the samplers' dtype
-    readings = [worker.read(worker.of_state, dtype, engine, state) for _ in range(step.dp)]
+    readings = [worker.open_weight_stream(worker.find_in_state, dtype, engine, state) for _ in range(step.dp)]
 
     def say(_: int, value: Any) -> Any:
         raise _Reply(value)

@@ -58,7 +58,9 @@ def encode(value: Any, name: str, *, classes: bool = True) -> Any:
         return {"batch": columns, "batch_size": list(value.batch_size), "locked": value.is_locked}
     if (fields := _fields(value)) is not None:
         if not classes:
-            raise _make_error(name, with_article(type(value).__name__), "in the state of a stream give a dict in its place")
+            raise _make_error(
+                name, with_article(type(value).__name__), "in the state of a stream give a dict in its place"
+            )
         held = {field: encode(getattr(value, field), f"{name}.{field}") for field in fields}
         return {"class": type(value).__name__, "fields": held}
     if type(value) is dict:

@@ -124,15 +124,15 @@ from pathlib import Path
 from nrl.errors import ExecutableError
 from nrl.runtime.venvs.registry import Executable
 from nrl.runtime.venvs.locks import project
-from nrl.runtime.venvs.building import provide
-from nrl.runtime.venvs.recipes import recipe
+from nrl.runtime.venvs.building import ensure_env
+from nrl.runtime.venvs.recipes import make_recipe
 assert project().kind == "wheel", project()
-made = {name: recipe(name) for name in ("base", "mcore", "gym")}
+made = {name: make_recipe(name) for name in ("base", "mcore", "gym")}
 said = {name: each.inventory["packages"] | dict.fromkeys(each.sources) for name, each in made.items()}
-said["mine"] = recipe(Executable("mine", extras=["gym", "mcore"])).inventory["packages"]
+said["mine"] = make_recipe(Executable("mine", extras=["gym", "mcore"])).inventory["packages"]
 for wrong in (Executable("wrong", extras=["tensorboard"]), Executable("wrong", groups=["dev"])):
     try:
-        recipe(wrong)
+        make_recipe(wrong)
     except ExecutableError as error:
         said[str(len(said))] = str(error)
 print(json.dumps(said))
