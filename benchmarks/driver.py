@@ -51,7 +51,7 @@ from nrl.runtime.ray.call_arguments import Arguments
 from nrl.runtime.ray.codec.messages import CallReply
 from nrl.runtime.ray.codec.pickling import serialize
 from nrl.runtime.ray.pending_call import ActorLocation
-from nrl.runtime.ray.processes import RayProcesses
+from nrl.runtime.ray.ray_processes import RayProcesses
 from nrl.runtime.venvs.registry import Executable
 
 __all__ = ["Nowhere", "Parts", "Replies", "main", "measure", "options", "report", "skewed", "stood_in"]

@@ -24,9 +24,9 @@ import nrl
 from benchmarks._machine import described, watched
 from benchmarks.reasoning_shapes import shapes
 from nrl.envs import Task, Trace
+from nrl.envs.library.reasoning.scorer_worker import Source, answer_requests
 from nrl.envs.library.reasoning.scorers import EXACT, MENDED
 from nrl.envs.library.reasoning.tasks import datasets, reasoning_gym, task
-from nrl.envs.library.reasoning.worker import Source, answer_requests
 from nrl.runtime.node.cgroups import usable_cores
 from nrl.runtime.venvs.registry import executable
 

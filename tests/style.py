@@ -85,8 +85,8 @@ def measure(sources: Mapping[str, str]) -> dict[str, Measure]:
         for node in nodes:
             if isinstance(node, ast.ClassDef):
                 classes.setdefault(node.name, []).append(f"{path}:{node.lineno}")
-        if (stem := Path(path).stem) not in REPEATABLE_MODULES:
-            modules.setdefault(stem, []).append(path)
+        if (stem := Path(path).stem) not in REPEATABLE_MODULES:  # one name within a top-level room
+            modules.setdefault(f"{'.'.join(Path(path).parts[1:-1][:1])}.{stem}".lstrip("."), []).append(path)
         if (lines := source.count("\n")) > MODULE_LINES:
             long_modules.append(f"{path} {lines} lines")
         rooms[str(Path(path).parent)] += 1

@@ -9,7 +9,7 @@ import pytest
 
 from nrl import config
 from nrl.cli.cli import main
-from nrl.ops.plan.programs import plan_program
+from nrl.ops.plan.planned_programs import plan_program
 from tests.test_docs import FENCE, ROOT
 
 PAGE = ROOT / "docs" / "from_one_gpu_to_many.md"

@@ -24,10 +24,10 @@ PACKAGES = (
 COMMANDS = (
     "nrl.ops.deploy.kubernetes",
     "nrl.ops.deploy.slurm",
-    "nrl.ops.doctor.cli",
+    "nrl.ops.doctor.doctor_command",
     "nrl.cli.evaluation_settings",
     "nrl.gym.cli.audit",
-    "nrl.ops.plan.cli",
+    "nrl.ops.plan.plan_command",
     "nrl.cli.serve",
 )
 RESULTS = {"Environment", "Episode", "Graded", "Mesh", "Process", "Slots", "Trace", "Trainer"}

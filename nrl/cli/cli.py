@@ -153,24 +153,24 @@ def _plan(args: argparse.Namespace) -> None:
     if not {"-h", "--help"} & set(args.settings):  # before the imports, which take seconds
         print("plan: importing torch", file=sys.stderr, flush=True)
     from nrl import config
-    from nrl.ops.plan import cli, programs
+    from nrl.ops.plan import plan_command, planned_programs
 
-    settings = cli.strip_dashes(args.settings)
+    settings = plan_command.strip_dashes(args.settings)
     if scripts := [text for text in settings if text.endswith(".py") and "=" not in text]:
         rest = [text for text in settings if text != scripts[0]]
-        cli.main(*programs.plan_program(scripts[0], rest))
+        plan_command.main(*planned_programs.plan_program(scripts[0], rest))
         return
     named = _name_settings("model", settings)
-    cfg = config.load(cli.Planning, named, program="nrl plan MODEL", caller="plan")
-    cli.main(cfg, config.given_keys(cli.Planning, named))
+    cfg = config.load(plan_command.Planning, named, program="nrl plan MODEL", caller="plan")
+    plan_command.main(cfg, config.given_keys(plan_command.Planning, named))
 
 
 def _diagnose(args: argparse.Namespace) -> int:
     from nrl import config
-    from nrl.ops.doctor import cli
+    from nrl.ops.doctor import doctor_command
 
     settings = ["json=true" if setting == "--json" else setting for setting in args.settings]
-    return cli.main(config.load(cli.Doctor, settings, program="nrl doctor", caller="doctor"))
+    return doctor_command.main(config.load(doctor_command.Doctor, settings, program="nrl doctor", caller="doctor"))
 
 
 def _audit(args: argparse.Namespace) -> int:

@@ -19,7 +19,7 @@ from nrl.backends import Model, Sampling
 from nrl.cli.evaluation import find_model, make_sampler
 from nrl.errors import ConfigError
 from nrl.gym.endpoint.answering import SamplerAnswers
-from nrl.gym.endpoint.application import LARGEST, application
+from nrl.gym.endpoint.endpoint_app import LARGEST, application
 from nrl.gym.http.front import allowed_hosts
 from nrl.gym.http.serve_app import address, check_reach
 from nrl.gym.http.server_socket import Listener, listening

@@ -14,7 +14,7 @@ from torch import Tensor
 import nrl
 from nrl.errors import ClusterError
 from nrl.runtime import Cluster, Mesh, P, shard_map
-from nrl.runtime.ray.processes import RayProcesses
+from nrl.runtime.ray.ray_processes import RayProcesses
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

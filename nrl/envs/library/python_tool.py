@@ -13,8 +13,8 @@ from typing import NamedTuple, Self
 import attrs
 
 from nrl.envs.sandbox import Channel, Limits, Sandbox, bubblewrap
-from nrl.envs.tools.calls import ToolError
 from nrl.envs.tools.schemas import State
+from nrl.envs.tools.tool_calls import ToolError
 from nrl.errors import EnvError
 
 __all__ = ["LIMITS", "Interpreter", "python"]

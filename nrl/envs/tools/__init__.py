@@ -12,10 +12,10 @@
 {'role': 'tool', 'name': 'add', 'content': '5'}
 """
 
-from nrl.envs.tools.calls import Called, NewState, ToolError, ToolResult, call, count_calls
 from nrl.envs.tools.formats import FORMATS, MalformedCall, ToolCall, tool_format
 from nrl.envs.tools.parsing import Parsed, parse
 from nrl.envs.tools.schemas import State, Tool, tool
+from nrl.envs.tools.tool_calls import Called, NewState, ToolError, ToolResult, call, count_calls
 from nrl.envs.tools.using import tool_use
 
 __all__ = [

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from nrl.envs.tools.calls import call, count_calls
 from nrl.envs.tools.schemas import Tool
+from nrl.envs.tools.tool_calls import call, count_calls
 from nrl.envs.types import Environment, Step, Task, Turn, Verifier
 from nrl.errors import EnvError
 

@@ -15,7 +15,7 @@ import uvloop
 
 from nrl.envs.types import TIMEOUT, Environment, Step, Task, Turn, Verdict, Verifier, asynchronous, settled
 from nrl.errors import ArgumentError, EnvError
-from nrl.gym.endpoint.application import application
+from nrl.gym.endpoint.endpoint_app import application
 from nrl.gym.endpoint.sessions import Session
 from nrl.gym.http.front import allowed_hosts, is_loopback
 from nrl.gym.http.serve_app import address

@@ -33,7 +33,7 @@ _ROWS = 256  # limit of one call of a sampler that does not stream
 
 
 class SamplerAnswers:
-    """Answers requests with a sampler, in a thread of its own; it is `nrl.gym.endpoint.application.Answering`.
+    """Answers requests with a sampler, in a thread of its own; it is `nrl.gym.endpoint.endpoint_app.Answering`.
 
     Args:
         sampler: draws tokens; its own sampling holds where a request says nothing.

@@ -125,7 +125,7 @@ def load_config(program: str, words: Sequence[str], added: Sequence[str], folder
         return None
     print(f"{command}: importing {program}, whose Config takes the settings", file=sys.stderr, flush=True)
     from nrl import config
-    from nrl.ops.plan.programs import load_config_class  # This imports torch, as nearly all programs do.
+    from nrl.ops.plan.planned_programs import load_config_class  # This imports torch, as nearly all programs do.
 
     caller = f"{command}: {program} with {shlex.join(added)}, which the job gives it"
     with contextlib.chdir(folder):  # The program finds its files there.

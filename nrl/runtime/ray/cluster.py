@@ -22,7 +22,7 @@ from nrl.runtime.ray.connection import available_resources, connect, disconnect,
 from nrl.runtime.ray.nodes import find_interpreters, interpreter_command, send_by_value
 from nrl.runtime.ray.pending_call import ActorLocation
 from nrl.runtime.ray.placement_groups import PATIENCE, SlotRequest, list_bundle_nodes, reserve_slots, wait_until_placed
-from nrl.runtime.ray.processes import RayProcesses
+from nrl.runtime.ray.ray_processes import RayProcesses
 from nrl.runtime.venvs.registry import Executable
 
 __all__ = ["RayCluster"]

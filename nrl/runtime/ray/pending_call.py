@@ -41,7 +41,7 @@ class ActorLocation(NamedTuple):
 
 
 class MeshActors(Protocol):
-    """The actors of a mesh, as their calls see them; see `nrl.runtime.ray.processes.RayProcesses`."""
+    """The actors of a mesh, as their calls see them; see `nrl.runtime.ray.ray_processes.RayProcesses`."""
 
     name: str
     executable: str

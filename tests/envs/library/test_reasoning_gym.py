@@ -16,9 +16,9 @@ import nrl
 from benchmarks.reasoning_audit import ALSO_RIGHT, Finding, audit, table
 from benchmarks.reasoning_shapes import shapes
 from nrl.envs import Score, Trace, extractor, single_turn
+from nrl.envs.library.reasoning.scorer_worker import LONGEST
 from nrl.envs.library.reasoning.scorers import EXACT, MENDED, formula
 from nrl.envs.library.reasoning.tasks import datasets, reasoning_gym, stated_answer, task
-from nrl.envs.library.reasoning.worker import LONGEST
 from nrl.envs.pool.fork_worker import Crashed, Fork, Late
 from nrl.errors import EnvError
 

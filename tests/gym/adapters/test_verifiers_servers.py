@@ -21,7 +21,7 @@ from nrl.envs import Score
 from nrl.envs.limits import limited
 from nrl.errors import EnvError
 from nrl.gym.adapters.prime import verifiers_server
-from nrl.gym.adapters.prime.servers import _score
+from nrl.gym.adapters.prime.prime_servers import _score
 from tests.gym.adapters.test_verifiers_classes import Model, components, played, python_with, trained, written
 from tests.gym.endpoint.driving import Says
 
@@ -261,7 +261,7 @@ def test_what_has_failed_has_no_score() -> None:
 
 
 def test_a_server_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nrl.gym.adapters.prime.servers._CONNECTING", 1.0)
+    monkeypatch.setattr("nrl.gym.adapters.prime.prime_servers._CONNECTING", 1.0)
     with pytest.warns(UserWarning, match="verifiers_server: tcp://127.0.0.1:.* does not answer; is the server there"):
         played(verifiers_server(f"tcp://127.0.0.1:{free_port()}"), [], TASK)
     with pytest.warns(UserWarning, match="verifiers_server: localhost is no address: .*; give tcp://HOST:PORT"):

@@ -22,8 +22,8 @@ from nrl.envs.limits import limited
 from nrl.envs.tools import ToolCall
 from nrl.gym.endpoint import chat_completions, responses
 from nrl.gym.endpoint.agent_env import Endpoint
-from nrl.gym.endpoint.application import _read
 from nrl.gym.endpoint.chat_request import as_request
+from nrl.gym.endpoint.endpoint_app import _read
 from nrl.gym.endpoint.fields import Unusable
 from nrl.gym.endpoint.sessions import Session
 from nrl.rollout.bridges import FORKS

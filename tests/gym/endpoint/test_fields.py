@@ -10,8 +10,8 @@ import pytest
 import nrl
 from nrl.errors import ArgumentError
 from nrl.gym.endpoint import chat_completions, responses
-from nrl.gym.endpoint.application import application
 from nrl.gym.endpoint.chat_request import arguments_of
+from nrl.gym.endpoint.endpoint_app import application
 from nrl.gym.endpoint.fields import Unusable
 from nrl.gym.endpoint.sessions import KeptConversations, Session
 from nrl.gym.http.front import guarded

@@ -15,8 +15,8 @@ from nrl import tiny
 from nrl.backends import Sampling, hf
 from nrl.envs import Turn
 from nrl.gym.endpoint.agent_env import Endpoint
-from nrl.gym.endpoint.application import application
 from nrl.gym.endpoint.chat_request import Asked, as_request
+from nrl.gym.endpoint.endpoint_app import application
 from tests.gym.endpoint.driving import Says, asks, played, turns_of
 
 SAY: Any = {"role": "user", "content": "Say"}

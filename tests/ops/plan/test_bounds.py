@@ -25,7 +25,7 @@ MOE_30B_A3B = QWEN3 | {
 TWO_LAYERS = {"num_hidden_layers": 2}
 GIB = 2**30
 ALLOWANCE = 6 * GIB
-"""What a plan leaves out; see `nrl.ops.plan.cli`."""
+"""What a plan leaves out; see `nrl.ops.plan.plan_command`."""
 
 
 def on_an_a100(model: dict[str, Any]) -> Step:

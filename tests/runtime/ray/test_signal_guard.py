@@ -20,7 +20,7 @@ from nrl.errors import ClusterError, ConsumedState
 from nrl.runtime import Mesh, donated, resident, shard_map
 from nrl.runtime.mesh.processes import Out
 from nrl.runtime.ray.pending_call import ActorLocation
-from nrl.runtime.ray.processes import RayProcesses
+from nrl.runtime.ray.ray_processes import RayProcesses
 from nrl.runtime.ray.signal_guard import defer_signals
 from tests.backends.bigram import Bigram
 

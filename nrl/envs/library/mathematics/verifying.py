@@ -9,9 +9,9 @@ from typing import Any
 
 from nrl.envs.final_numbers import boxes
 from nrl.envs.library.mathematics.answers import answer_span, final_answer
+from nrl.envs.library.mathematics.comparison_worker import Outcome, compare
 from nrl.envs.library.mathematics.words.repeating import repeats
 from nrl.envs.library.mathematics.words.tidying import LONGEST, plain_number, same_number, tidy, written
-from nrl.envs.library.mathematics.worker import Outcome, compare
 from nrl.envs.pool.pool import pooled
 from nrl.envs.types import Score, Task, Trace, text_of
 from nrl.envs.verifiers import answer_of, describe_answer, extracts

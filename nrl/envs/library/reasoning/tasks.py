@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import attrs
 
-from nrl.envs.library.reasoning.worker import LONGEST, Source, answer_requests
+from nrl.envs.library.reasoning.scorer_worker import LONGEST, Source, answer_requests
 from nrl.envs.pool.pool import pooled
 from nrl.envs.replies import split_reasoning
 from nrl.envs.seeds import generator

@@ -15,14 +15,14 @@ import msgspec
 from nrl.envs.types import Environment, Step, Task, Turn
 from nrl.errors import EnvError
 from nrl.gym.adapters.mcp import result_text
-from nrl.gym.adapters.nemo.client import Mcp, asked_by_mcp, json_of, mcp_of, posted
 from nrl.gym.adapters.nemo.metrics import TASK
+from nrl.gym.adapters.nemo.nemo_client import Mcp, asked_by_mcp, json_of, mcp_of, posted
 from nrl.gym.adapters.nemo.processes import NemoServer, NemoServers, nemo_gym_servers
 from nrl.gym.adapters.nemo.rows import ROW, asked_of, drawn
 from nrl.gym.endpoint import responses
 from nrl.gym.endpoint.agent_env import Endpoint, driven
-from nrl.gym.endpoint.application import SESSION
 from nrl.gym.endpoint.chat_request import Asked, as_request, call_id
+from nrl.gym.endpoint.endpoint_app import SESSION
 
 __all__ = ["nemo_gym", "nemo_gym_agent"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nrl.errors import EnvError
-from nrl.gym.adapters.nemo.client import json_of
+from nrl.gym.adapters.nemo.nemo_client import json_of
 from nrl.runtime.threads import run_in_loop
 
 __all__ = ["ROLLOUT", "TASK", "aggregated", "nemo_gym_metrics"]

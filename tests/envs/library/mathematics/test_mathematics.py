@@ -17,9 +17,9 @@ import nrl
 from benchmarks.verifiers import HOSTILE, pairs
 from nrl.envs import Score, Trace, extractor, number, single_turn
 from nrl.envs.library.mathematics.answers import final_answer
+from nrl.envs.library.mathematics.comparison_worker import _fork, compare
 from nrl.envs.library.mathematics.words.repeating import repeats
 from nrl.envs.library.mathematics.words.tidying import LONGEST, tidy
-from nrl.envs.library.mathematics.worker import _fork, compare
 from nrl.errors import EnvError, PlacementError
 from tests.processes import alive, settled
 from tests.rollout.scripted import TASKS, Scripted

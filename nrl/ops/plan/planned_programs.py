@@ -10,7 +10,7 @@ import attrs
 
 from nrl import config
 from nrl.errors import ConfigError
-from nrl.ops.plan.cli import Planning
+from nrl.ops.plan.plan_command import Planning
 
 __all__ = ["load_config_class", "plan_program"]
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nrl.cli.cli import main
-from nrl.ops.doctor import cli
+from nrl.ops.doctor import doctor_command
 from nrl.ops.doctor.findings import Finding, make_failure, make_note, make_ok, make_warning
 
 
@@ -40,13 +40,13 @@ def test_this_host_is_looked_at_and_what_failed_is_the_exit_status(
 def test_a_finding_is_a_line_and_what_to_do_another(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def some(cfg: cli.Doctor) -> Iterator[Finding]:
+    def some(cfg: doctor_command.Doctor) -> Iterator[Finding]:
         yield make_ok("python", "3.12")
         print("what a library says")
         yield make_note("gpu", "there is none")
         yield make_warning("shared_memory", "small", "make it larger")
 
-    monkeypatch.setattr(cli, "_run_checks", some)
+    monkeypatch.setattr(doctor_command, "_run_checks", some)
     monkeypatch.setattr("socket.gethostname", lambda: "host-a")
     assert main(["doctor"]) == 0
     written = capsys.readouterr()
@@ -59,7 +59,7 @@ def test_a_finding_is_a_line_and_what_to_do_another(
         "                      -> make it larger\n"
         "doctor: nothing failed, 1 warnings, 1 notes\n"
     )
-    monkeypatch.setattr(cli, "_run_checks", lambda cfg: iter([make_failure("uv", "none", "install it")]))
+    monkeypatch.setattr(doctor_command, "_run_checks", lambda cfg: iter([make_failure("uv", "none", "install it")]))
     assert main(["doctor"]) == 1
     assert capsys.readouterr().out.endswith("doctor: 1 failed, 0 warnings, 0 notes\n")
 
