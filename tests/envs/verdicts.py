@@ -210,12 +210,12 @@ CODE: list[Row] = [
     ("assert f(1) == 1", "class P:\n    def __eq__(self, o): return True\ndef f(x): return P()", 0.0),
     (
         "assert P(1) == P(1)",
-        "class P:\n    def __init__(self, x): self.x = x\n    def __eq__(self, o): return self.x == o.x",
+        "class P:\n  def __init__(s, n): s.n = n\n  def __eq__(s, o): return o.n == s.n",
         1.0,
     ),
     (
         "assert P(1) == P(1)",
-        "class P:\n    def __init__(self, x): self.x = x\n    def __eq__(self, o): return True",
+        "class P:\n  def __init__(s, n): s.n = n\n  def __eq__(self, o): return True",
         0.0,
     ),
     ("assert f() == float('nan')", "def f(): return float('nan')", 1.0),
