@@ -253,14 +253,14 @@ def _read_all_weights(engine: TorchEngine, state: TorchState, step: Step, ranks:
         ranks.reply = say
         try:
             with fake_cuda.as_rank(rank):
-                readings[rank].next_whole()
+                readings[rank].next_full()
         except _Reply as said:
             return said.args[0]
         finally:
             ranks.reply = says
 
     alike, lent, ranks.reply = ranks.reply, None, says
-    while readings[step.rank].more:
+    while readings[step.rank].has_more:
         lent = next_bucket("publish", dict, True, readings[step.rank])
     del lent
     ranks.reply = alike
