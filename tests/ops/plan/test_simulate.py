@@ -60,7 +60,7 @@ def test_nothing_is_float32(counted: dict[str, Any]) -> None:
 def test_waits_and_copies(counted: dict[str, Any]) -> None:
     """Of one micro-batch and one optimizer step. Who adds one here makes each step on a GPU slower."""
     assert by_file(counted["waits"]) == {
-        ("copy to the device", "transfers.py"): 1,
+        ("copy to the device", "h2d.py"): 1,
         ("copy to the host, blocking", "step_sums.py"): 1,
         ("copy to the host, blocking", "torch_engine.py"): 1,
     }
@@ -142,7 +142,7 @@ def test_the_whole_of_a_life(counted: dict[str, Any]) -> None:
     assert forward["collectives"] == {"_allgather_base_": counted["count"] * 2}  # once, in bfloat16
     assert forward["peak"] <= 2_867_000
     assert by_file(forward["waits"]) == {
-        ("copy to the device", "transfers.py"): 1,
+        ("copy to the device", "h2d.py"): 1,
         ("copy to the host", "torch_engine.py"): 1,
         ("Event.synchronize", "torch_engine.py"): 1,
     }
