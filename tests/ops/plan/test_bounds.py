@@ -45,11 +45,11 @@ def by_file(stage: dict[str, Any]) -> Counter[tuple[str, str]]:
 
 
 OF_A_STEP = Counter({
-    ("copy to the device", "transfers.py"): 1,
+    ("copy to the device", "h2d.py"): 1,
     ("copy to the host, blocking", "step_sums.py"): 1,
     ("copy to the host, blocking", "torch_engine.py"): 1,
 })  # fmt: skip
-OF_EXPERTS = Counter({("copy to the host, blocking", "loads.py"): 1})
+OF_EXPERTS = Counter({("copy to the host, blocking", "expert_load_hooks.py"): 1})
 
 
 def check(found: dict[str, Any], peaks: dict[str, int], waits: Counter[tuple[str, str]]) -> None:

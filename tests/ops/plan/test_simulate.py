@@ -162,7 +162,7 @@ def test_the_whole_of_a_life(counted: dict[str, Any]) -> None:
         assert stages[name]["peak"] <= held
         assert not [each for each in stages[name]["waits"] if "blocking" in each[0]]
     assert stages["rest"]["held"] == 96
-    assert by_file(stages["save"]["waits"])["copy to the host", "to_save.py"] == 96  # into pinned memory
+    assert by_file(stages["save"]["waits"])["copy to the host", "save_plan.py"] == 96  # into pinned memory
 
 
 def test_another_rank_than_the_first(counted: dict[str, Any]) -> None:
