@@ -60,7 +60,7 @@ def test_reasoning_of_a_column_is_that_of_the_answer() -> None:
     row = {"q": "Hello", "thoughts": ["Hmm"], "a": "Bye"}
     assert one("prompt=q,reasoning=thoughts,response=a", row)["response"] == THOUGHT
     assert one("prompt=q,reasoning=thoughts,response=a", row | {"thoughts": None})["response"] == "Bye"
-    with pytest.raises(DataError, match="columns: 'reasoning' is a int; give it and the response as texts"):
+    with pytest.raises(DataError, match="columns: 'reasoning' is an int; give it and the response as texts"):
         one("prompt=q,reasoning=thoughts,response=a", row | {"thoughts": 3})
 
 
@@ -242,7 +242,7 @@ def test_an_error_of_a_missing_response_names_the_format(row: dict[str, Any], fo
         (
             "exchanges",
             {"conversation": [{"input": 1, "output": "b"}]},
-            "exchanges: 'conversation' has a int where ",
+            "exchanges: 'conversation' has an int where ",
         ),
         ("exchanges", {"a": 1}, "exchanges: the row has no 'conversation'; it has a"),
         ("guanaco", {"text": "Hello"}, "dialogue: 'text' does not begin with a speaker, as in '### Human:': 'Hello'"),
@@ -255,7 +255,7 @@ def test_an_error_of_a_missing_response_names_the_format(row: dict[str, Any], fo
         ),
         ("s1k", {"question": "a", "attempt": "b"}, "s1k: the row has no 'thinking_trajectories'; it has question, att"),
         ("xlam", {"query": "a", "answers": "x", "tools": []}, "xlam: 'answers' is 'x', which is no JSON; give JSON te"),
-        ("xlam", {"query": "a", "answers": [], "tools": 3}, "xlam: 'tools' is a int; give a list, or its JSON text"),
+        ("xlam", {"query": "a", "answers": [], "tools": 3}, "xlam: 'tools' is an int; give a list, or its JSON text"),
         (
             "ultrafeedback_completions",
             {"instruction": "a", "completions": [{"response": "b", "overall_score": "x"}]},

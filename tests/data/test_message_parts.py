@@ -117,7 +117,7 @@ def test_parts_that_arrow_filled_are_read(tmp_path: Path) -> None:
         ),
         (
             {"role": "assistant", "content": [{"type": "thinking", "thinking": 3}]},
-            "part 0 of 'content', of reasoning, has a int",
+            "part 0 of 'content', of reasoning, has an int",
         ),
         ({"role": "assistant", "content": [{"type": "tool_use", "input": {}}]}, "the call in 'content' has no 'name'"),
         ({"role": "user", "content": "What is this?", "images": ["cat.png"]}, "message 0 has 'images'.*see text alone"),

@@ -70,7 +70,7 @@ class Rank:
             self._token = ""
             raise NotBegun(f"its helper, that of rank {self._rank} of mesh '{self._mesh.name}', has been replaced")
         good, value = found
-        return good, value if good else value.original()
+        return good, value if good else value.rebuild()
 
     def _submitted(self, fn: Any, *args: Any, deadline: float | None) -> Any:
         self._asked = self._mesh.submit(fn, *args, rank=self._rank, deadline=deadline)

@@ -117,7 +117,7 @@ class Process:
 
     def _answer(self, request: bytes, timeout: float | None) -> tuple[bool, Any]:
         good, value = unpacked(self._child.ask(request, timeout))
-        return good, value if good else value.original()
+        return good, value if good else value.rebuild()
 
 
 def here() -> Child:

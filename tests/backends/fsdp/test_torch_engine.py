@@ -727,18 +727,18 @@ def test_a_reference_leaves_the_device_while_a_model_trains(slots: Slots, monkey
     frozen = [policy.freeze(state.params), policy.load(), teacher.load()]
     made = [module for module in FROZEN if module not in before]
     assert len(made) == 3
-    for name in ("rest", "wake"):
+    for name in ("offload_value", "onload_value"):
         monkeypatch.setattr(torch_engine, name, lambda module, name=name: story.append((name, module)))
     batch = batch_of([5, 6])
     state, _ = policy.train_step(sft_loss)(state, batch)
-    assert {module for name, module in story if name == "rest"} >= set(made)
+    assert {module for name, module in story if name == "offload_value"} >= set(made)
     story.clear()
     for params in frozen:
         params.trainer.logprobs(params, batch).result()
-    assert [name for name, _ in story] == ["wake"] * 3
+    assert [name for name, _ in story] == ["onload_value"] * 3
     assert {module for _, module in story} == set(made)
     policy.freeze(frozen[1])
-    assert story[-1][0] == "wake"
+    assert story[-1][0] == "onload_value"
 
 
 def test_a_step_after_restoring_is_bitwise_the_next_one(slots: Slots, tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ def test_a_python_that_travels_is_that_of_the_program_that_made_it(monkeypatch: 
     named, given = travelled("base"), travelled(nrl.Executable("mine", extras=("gym",), env={"TOLD": "1"}))
     own = travelled("system"), travelled(nrl.Executable("system", env={"TOLD": "1"}))
     expected = make_recipe("base"), make_recipe("gym")
-    monkeypatch.setattr(processes, "recipe", lambda of: "that of here")
+    monkeypatch.setattr(processes, "make_recipe", lambda of: "that of here")
     assert named.found() == (expected[0], {})
     assert (given.found()[0].requirements, given.found()[1]) == (expected[1].requirements, {"TOLD": "1"})
     there: list[Any] = [each.found() for each in own]

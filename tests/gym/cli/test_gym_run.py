@@ -570,10 +570,10 @@ def test_an_executable_that_cannot_be_built(
         raise ExecutableError("base: the disk is full")
 
     whole = building.ensure_env
-    monkeypatch.setattr(supervising, "provide", fails)
+    monkeypatch.setattr(supervising, "ensure_env", fails)
     assert main(wrote(folder, program())) == 2
     assert "nrl: base: the disk is full" in capfd.readouterr().err
-    monkeypatch.setattr(supervising, "provide", whole)
+    monkeypatch.setattr(supervising, "ensure_env", whole)
     monkeypatch.setattr(supervising, "_PAUSES", (0.0, 0.1))
 
     def drive(place: Place) -> None:
@@ -594,7 +594,7 @@ def test_a_gym_that_is_stopped_while_an_executable_is_built(
         going_on.wait(60)
         return whole(*args, say=say)
 
-    monkeypatch.setattr(supervising, "provide", slow)
+    monkeypatch.setattr(supervising, "ensure_env", slow)
 
     def drive(place: Place) -> None:
         until(lambda: the(place)["state"] == "building")

@@ -64,7 +64,7 @@ def test_a_helper_that_is_killed(mesh: Mesh, tmp_path: Path) -> None:
     assert new not in (helper, own)
     os.kill(new, signal.SIGKILL)  # with nothing to do
     assert settled(lambda: alive(new), 5) is False
-    lane: Any = mesh.processes._desk._lanes[0]  # type: ignore[attr-defined]
+    lane: Any = mesh.processes._queue._lanes[0]  # type: ignore[attr-defined]
     assert settled(lambda: lane.helper is not None, 30) is False  # Ray tells the driver
     assert mesh.submit(os.getpid).result() not in (new, own)
 
