@@ -110,7 +110,7 @@ def judge(
             "max_tokens": max_tokens,
         } | (options or {})
         future: futures.Future[Any] = run_in_loop(server.ask("/chat/completions", body))
-        answer = (await asyncio.wrap_future(future)).said
+        answer = (await asyncio.wrap_future(future)).content
         try:
             choice = answer["choices"][0]
             reply, ended = choice["message"]["content"] or "", choice.get("finish_reason")
