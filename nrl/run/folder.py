@@ -61,7 +61,7 @@ def choose(cfg: Any) -> Path:
 def location(cfg: Any, caller: str) -> Path:
     """Return the folder that a configuration names as ``out``, or a new one under ``runs/``.
 
-    Within `reusing` a later attempt gets the new folder of the earlier one.
+    Within `reuse_folders` a later attempt gets the new folder of the earlier one.
 
     Raises:
         ConfigError: ``out`` is a file, the root of the file system, in a store, or has a variable; ``caller`` begins

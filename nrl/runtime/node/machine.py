@@ -20,7 +20,7 @@ from nrl.runtime.venvs.environments import DISTRIBUTION, default_folder, list_in
 __all__ = ["PACKAGES", "Facts", "collect_facts", "find_python_with_torch", "list_folders"]
 
 Facts = dict[str, Any]  # A `type` statement would travel by its name alone.
-"""The values of `facts`, which JSON can hold."""
+"""The values of `collect_facts`, which JSON can hold."""
 
 PACKAGES = (DISTRIBUTION, "ray", "tensordict", "torch", "transformers")
 """Packages whose versions have to agree on all hosts."""
