@@ -255,7 +255,7 @@ def stood_in(clock: Parts) -> Iterator[None]:
             (driver_half, "global_weights", "weights"),
             (driver_half, "check_finite", "checks"),
             (Arguments, "__init__", "shards"),
-            (Arguments, "load", "shards"),
+            (Arguments, "pack", "shards"),
             (RayProcesses, "call", "calls"),
             (pool.EnginePool, "_ask", "requests"),
         ):
