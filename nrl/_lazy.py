@@ -80,6 +80,9 @@ class _Package(ModuleType):
         if not (isinstance(value, ModuleType) and name in vars(self).get("__all__", ())):
             super().__setattr__(name, value)
 
+    def __reduce__(self) -> tuple[Callable[[str], ModuleType], tuple[str]]:
+        return importlib.import_module, (self.__name__,)  # as plain modules travel to other processes
+
 
 def _imported_for_checkers(module: ModuleType) -> dict[str, tuple[str, str]]:
     """Of each name that a package imports for type checkers, the module that has it, and how it is called there."""

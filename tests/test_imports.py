@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import cloudpickle
 import pytest
 
 import nrl
@@ -190,3 +191,9 @@ def test_a_public_function_stays_when_a_package_of_its_name_is_imported() -> Non
     program = "import nrl, nrl.rollout.episode, nrl.run.folder; print(callable(nrl.rollout), callable(nrl.run))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "True True\n"
+
+
+def test_a_package_travels_by_its_name() -> None:
+    for name in ("nrl", "nrl.rollout", "nrl.run"):
+        module = importlib.import_module(name)
+        assert cloudpickle.loads(cloudpickle.dumps(module)) is module

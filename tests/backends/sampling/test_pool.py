@@ -327,7 +327,7 @@ def test_an_engine_whose_host_is_gone_is_given_up_because_of_that(
     def nowhere(*_: Any) -> Any:
         raise PlacementError("node 10.0.0.3 of its slots is gone")
 
-    monkeypatch.setattr(_LocalProcesses, "ended", True)
+    monkeypatch.setattr(_LocalProcesses, "has_ended", True)
     monkeypatch.setattr(LocalCluster, "start", nowhere)
     ENGINES[0].raises.append(LostActor("generate", "engine 0", 0, "10.0.0.3", "its node is gone"))
     error = sampler.stream([[5]], [0])[0].exception(60)
