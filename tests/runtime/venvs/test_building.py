@@ -190,7 +190,7 @@ def test_two_builders_at_once_build_it_once_and_a_third_that_waits_too_long_says
 
 def test_who_waits_says_for_whom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("building", "installer"):
-        monkeypatch.setattr(f"nrl.runtime.node.{module}.EVERY", 0.2)
+        monkeypatch.setattr(f"nrl.runtime.venvs.{module}.PROGRESS_SECONDS", 0.2)
     recipe = recipe_of(TINY, requirements=[slow_source(tmp_path / "slow")])
     said: dict[str, list[str]] = {"first": [], "second": []}
     threads = []

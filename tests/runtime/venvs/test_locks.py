@@ -123,10 +123,10 @@ import json, sys
 from pathlib import Path
 from nrl.errors import ExecutableError
 from nrl.runtime.venvs.registry import Executable
-from nrl.runtime.venvs.locks import project
+from nrl.runtime.venvs.locks import find_project
 from nrl.runtime.venvs.building import ensure_env
 from nrl.runtime.venvs.recipes import make_recipe
-assert project().kind == "wheel", project()
+assert find_project().kind == "wheel", find_project()
 made = {name: make_recipe(name) for name in ("base", "mcore", "gym")}
 said = {name: each.inventory["packages"] | dict.fromkeys(each.sources) for name, each in made.items()}
 said["mine"] = make_recipe(Executable("mine", extras=["gym", "mcore"])).inventory["packages"]
