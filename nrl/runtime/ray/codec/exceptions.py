@@ -135,7 +135,7 @@ def _truncate[T: (str, bytes)](text: T) -> T:
 
 def _drop_runtime_frames(trace: TracebackType | None) -> TracebackType | None:
     """Return a traceback without the runtime's own outer frames, unless it has no others."""
-    frame, runtime = trace, Path(__file__).parents[1]
+    frame, runtime = trace, Path(__file__).parents[2]
     while frame is not None and runtime in Path(frame.tb_frame.f_code.co_filename).parents:
         frame = frame.tb_next
     return frame or trace
