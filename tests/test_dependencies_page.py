@@ -160,12 +160,12 @@ def text_of(node: ast.expr) -> str:
 def messages() -> set[str]:
     """What errors of the two rooms say, and what uv is called for."""
     found = set[str]()
-    rooms = [ROOT / "nrl" / "runtime" / room for room in ("executables", "node")]
-    for path in [path for room in rooms for path in room.glob("*.py") if path.name != "keeper.py"]:  # of servers
+    rooms = [ROOT / "nrl" / "runtime" / room for room in ("venvs", "node")]
+    for path in [path for room in rooms for path in room.glob("*.py") if path.name != "reaper.py"]:  # of servers
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
                 found.add(text_of(node.exc.args[0]))
-            elif isinstance(node, ast.keyword) and node.arg == "what":
+            elif isinstance(node, ast.keyword) and node.arg == "purpose":
                 found.add(text_of(node.value))
             elif (
                 path.name == "interpreters.py" and isinstance(node, ast.Return | ast.Assign) and node.value is not None
