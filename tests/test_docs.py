@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PLACES = "*.md", "docs/**/*.md", "benchmarks/README.md", "deploy/README.md"
+PLACES = "*.md", "docs/**/*.md", "benchmarks/README.md", "deploy/README.md", "tests/data/README.md"
 FILES = [path for place in PLACES for path in ROOT.glob(place)]
 PAGES = sorted(str(path.relative_to(ROOT)) for path in FILES)
 FENCE = re.compile(r"^```(\S*)[ \t]*([^\n]*)\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
