@@ -62,7 +62,7 @@ class Params:
     def __init__(
         self,
         handle: Handle,
-        trainer: "OwningTrainer",
+        trainer: OwningTrainer,
         version: int,
         *,
         published: bool,
@@ -152,7 +152,7 @@ class TrainState:
         return self._params
 
     @property
-    def trainer(self) -> "OwningTrainer":
+    def trainer(self) -> OwningTrainer:
         """The trainer that made it."""
         return self._params.trainer
 

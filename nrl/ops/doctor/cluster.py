@@ -32,8 +32,8 @@ from nrl.ops.doctor.service_checks import judge_hub, judge_sandbox
 from nrl.runtime.clusters import cluster as enter_cluster
 from nrl.runtime.node.machine import Facts, collect_facts
 from nrl.runtime.node.probe import Probe
-from nrl.runtime.ray.connection import resolve_address
-from nrl.runtime.ray.host_actors import connection, list_nodes, ray_error, start_on
+from nrl.runtime.ray.connection import list_nodes, resolve_address
+from nrl.runtime.ray.host_actors import connection, ray_error, start_on
 from nrl.runtime.ray.nodes import call_on_node
 from nrl.runtime.venvs.environments import Recipe
 from nrl.runtime.venvs.recipes import make_recipe

@@ -18,7 +18,7 @@ from nrl.runtime.mesh.task_queue import SIDE_BY_SIDE
 from nrl.runtime.ports import NRL_PORTS, ports
 from nrl.runtime.ray.actor import Actor, split_env
 from nrl.runtime.ray.clock_skew import HostClock, read_clocks, warn_if_uneven
-from nrl.runtime.ray.connection import available_resources, connect, disconnect, resolve_address
+from nrl.runtime.ray.connection import available_resources, connect, disconnect, list_nodes, resolve_address
 from nrl.runtime.ray.nodes import find_interpreters, interpreter_command, send_by_value
 from nrl.runtime.ray.pending_call import ActorLocation
 from nrl.runtime.ray.placement_groups import PATIENCE, SlotRequest, list_bundle_nodes, reserve_slots, wait_until_placed
@@ -205,9 +205,7 @@ class RayCluster(Cluster):
 
     def _await_room(self, mesh: Mesh, group: Any) -> None:
         """Wait until Ray has moved the slots of lost nodes; report this at once."""
-        import ray
-
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        alive = {node["NodeID"] for node in list_nodes()}
         lost = [i for i, slot in enumerate(self._slots) if slot.group is group and slot.node not in alive]
         hosts = ", ".join(sorted(set(self.hosts(lost))))
         subject = f"mesh '{mesh.name}': " + (f"node {hosts} of its slots is gone" if lost else "its slots are moved")

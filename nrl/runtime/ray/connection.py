@@ -12,7 +12,7 @@ from typing import Any
 from nrl.errors import PlacementError
 from nrl.runtime.ray import logs
 
-__all__ = ["available_resources", "connect", "disconnect", "resolve_address"]
+__all__ = ["available_resources", "connect", "disconnect", "list_nodes", "resolve_address"]
 
 _CPUS = 64  # The CPUs that a cluster on this machine claims: its processes may share cores.
 _ANSWER_PATIENCE = 20.0  # seconds for a host to answer
@@ -197,6 +197,13 @@ def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
+def list_nodes(alive: bool = True) -> list[dict[str, Any]]:
+    """Return Ray's records of the nodes that are alive, or of those that it has lost."""
+    import ray
+
+    return [node for node in ray.nodes() if node["Alive"] == alive]
+
+
 def available_resources(gpus: bool = False) -> str:
     """Return a line on the cluster's nodes and resources, and free ones; ``gpus``: name GPUs even if none exist."""
     import ray
@@ -206,7 +213,7 @@ def available_resources(gpus: bool = False) -> str:
     def format_resources(resources: Mapping[str, float]) -> str:
         return ", ".join(f"{resources.get(kind, 0):g} {kind}" for kind in kinds)
 
-    nodes = [node for node in ray.nodes() if node["Alive"]]
+    nodes = list_nodes()
     has = "; ".join(f"node {node['NodeManagerAddress']}: {format_resources(node['Resources'])}" for node in nodes)
     return (
         f"the cluster has {len(nodes)} node(s) ({has}), of which {format_resources(ray.available_resources())} are free"

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from nrl.runtime.ray.nodes import send_by_value
+from nrl.runtime.ray.nodes import pin_to_node, send_by_value
 
-__all__ = ["Connection", "connection", "get_reply", "kill", "list_nodes", "ray_error", "start_on", "wait_for_all"]
+__all__ = ["Connection", "connection", "get_reply", "kill", "ray_error", "start_on", "wait_for_all"]
 
 
 class Connection(NamedTuple):
@@ -24,13 +24,6 @@ def connection() -> Connection:
     return Connection(ray.__version__, context.gcs_address, context.get_node_id())
 
 
-def list_nodes(alive: bool) -> list[dict[str, Any]]:
-    """Return Ray's records of the nodes that are alive, or of those that it has lost."""
-    import ray
-
-    return [node for node in ray.nodes() if node["Alive"] == alive]
-
-
 def start_on(node: str, cls: type, *args: Any, **options: Any) -> Any:
     """Start an actor on a node, or nowhere, that takes no CPU from programs.
 
@@ -41,11 +34,9 @@ def start_on(node: str, cls: type, *args: Any, **options: Any) -> Any:
         options: further ones of the actor, such as ``num_gpus``.
     """
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     actor: Any = ray.remote(send_by_value(cls))
-    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-    return actor.options(num_cpus=0, max_restarts=0, scheduling_strategy=strategy, **options).remote(*args)
+    return actor.options(**pin_to_node(node), max_restarts=0, **options).remote(*args)
 
 
 def kill(actors: Iterable[Any]) -> None:

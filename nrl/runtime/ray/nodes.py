@@ -31,6 +31,7 @@ __all__ = [
     "get_address",
     "interpreter_command",
     "last_lines",
+    "pin_to_node",
     "send_by_value",
 ]
 
@@ -163,13 +164,18 @@ def get_address(node_id: str) -> str:
     return str(addresses[0]) if addresses else node_id
 
 
+def pin_to_node(node: str) -> dict[str, Any]:
+    """Return the options of a task or an actor that runs on this node, or nowhere, and takes no CPU from programs."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+
+
 def call_on_node(node: str, fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Call a function on a node, in Ray's own Python; return a reference to the result."""
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-    task: Any = ray.remote(send_by_value(fn)).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
+    task: Any = ray.remote(send_by_value(fn)).options(**pin_to_node(node), max_retries=0)
     return task.remote(*args, **options)
 
 

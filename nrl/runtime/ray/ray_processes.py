@@ -15,6 +15,7 @@ from nrl.runtime.mesh.processes import Donated, Out
 from nrl.runtime.mesh.task_queue import Desk
 from nrl.runtime.ray.call_arguments import Arguments, KeptValue, ObjectStoreCache
 from nrl.runtime.ray.codec.messages import CallRequest, encode
+from nrl.runtime.ray.connection import list_nodes
 from nrl.runtime.ray.helpers import ActorHelper, pack_task
 from nrl.runtime.ray.nodes import last_lines
 from nrl.runtime.ray.pending_call import ActorLocation, Call, Ref
@@ -226,9 +227,7 @@ class RayProcesses:
 
     def find_lost_rank(self) -> int | None:
         """Return the first rank whose node is gone, or None."""
-        import ray
-
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        alive = {node["NodeID"] for node in list_nodes()}
         return next((rank for rank, seat in enumerate(self.nodes) if seat.node not in alive), None)
 
     def last_lines(self, rank: int, limit: int = 20) -> str:
