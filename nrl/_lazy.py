@@ -59,7 +59,7 @@ def on_demand(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str
             value = importlib.import_module(f"{package}.{name}")
         else:
             raise AttributeError(f"module '{package}' has no attribute '{name}'", name=name, obj=module)
-        vars(module)[name] = value  # so that this is not called for it again
+        vars(module)[name] = value  # This function is not called for the name again.
         return value
 
     def names() -> list[str]:
@@ -81,7 +81,7 @@ class _Package(ModuleType):
             super().__setattr__(name, value)
 
     def __reduce__(self) -> tuple[Callable[[str], ModuleType], tuple[str]]:
-        return importlib.import_module, (self.__name__,)  # as plain modules travel to other processes
+        return importlib.import_module, (self.__name__,)  # Plain modules are pickled by name, too.
 
 
 def _imported_for_checkers(module: ModuleType) -> dict[str, tuple[str, str]]:
