@@ -100,8 +100,8 @@ format=lambda row: {key: row[key] for key in row if key != 'image'}
     """
     if not isinstance(row, Mapping):
         raise DataError(f"{place} is {described(row)}; give a mapping, such as {{'prompt': '...'}}")
-    read = [key for key in row if f"{{{key}" in template]
-    if (key := find_media({key: value for key, value in row.items() if key not in read})) is not None:
+    unread = {key: value for key, value in row.items() if f"{{{key}" not in template}
+    if (key := find_media(unread)) is not None:
         raise DataError(
             f"{place} has '{key}', {described(row[key])}, and nothing here reads it: models of nrl see text alone, and "
             "would learn to answer about what they do not see. Take rows that text alone can answer, or leave the "

@@ -12,6 +12,7 @@ from nrl.batch import Batch, assign
 from nrl.data.checks import Tokenizer, check_text_alone, fields, kind
 from nrl.data.messages import (
     REASONING,
+    SYSTEM_ROLES,
     before_answers,
     canonical_messages,
     canonical_prompt,
@@ -87,7 +88,7 @@ def _lesson(row: Task, response: str, place: str) -> tuple[Prompt, str | Sequenc
     system = row_system(row, place)
     if row.get(response) is None and row.get("messages") is not None:
         messages = canonical_messages(decoded_messages(row["messages"]), f"{place}: 'messages'")
-        if system is None and messages[0]["role"] not in ("system", "developer") and is_chat(row.get("prompt")):
+        if system is None and messages[0]["role"] not in SYSTEM_ROLES and is_chat(row.get("prompt")):
             first = canonical_prompt(row["prompt"], f"{place}: 'prompt'")[0]
             system = first["content"] if first["role"] == "system" else None
         return [], with_system(messages, system, place)

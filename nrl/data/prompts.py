@@ -11,6 +11,7 @@ from nrl.data.checks import check_prompt, check_text_alone, fields, kind, shown
 from nrl.data.collating import check_unprompted, shared
 from nrl.data.formats import Format, FormatName, format_of
 from nrl.data.messages import (
+    SYSTEM_ROLES,
     are_messages,
     before_answers,
     canonical_messages,
@@ -149,14 +150,12 @@ def _task(
     differs = template is not None or ("prompt", "messages") in passed_over
     if not differs and system is None and is_chat(prompt) and is_chat(row.get("messages")):
         first = canonical_messages(row["messages"], f"{place}: 'messages'")[0]
-        system = first["content"] if first["role"] == "system" and prompt[0]["role"] not in _OF_SYSTEM else None
+        system = first["content"] if first["role"] == "system" and prompt[0]["role"] not in SYSTEM_ROLES else None
     return {
         **row,
         "prompt": with_system(prompt, system, place) if is_chat(prompt) else check_unprompted(prompt, system, place),
     }
 
-
-_OF_SYSTEM = ("system", "developer")
 
 _CHATS = ("messages", "prompt", "response", "chosen", "rejected")
 """The fields that may hold messages."""
@@ -197,7 +196,7 @@ def _prompt(row: Mapping[str, Any], place: str) -> Any:
         )
     prompt = row[key]
     if key == "prompt":
-        prompt = decoded_messages(whole_prompt(row, place) or prompt)
+        prompt = whole_prompt(row, place) or prompt
     if key == "messages" and is_chat(prompt):
         prompt = before_answers(canonical_messages(prompt, f"{place}: '{key}'")) or prompt
     check_prompt(prompt, f"{place}: '{key}'")

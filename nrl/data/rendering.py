@@ -14,11 +14,7 @@ from nrl.data.completeness import check_complete
 from nrl.data.control_tokens import ChatText, find_breaks, find_spelled
 from nrl.data.encoding import encode, encode_prompt
 from nrl.data.messages import canonical_messages, canonical_prompt, is_chat
-from nrl.data.templates import (
-    render_chat,
-    template_of,
-    templated,
-)
+from nrl.data.templates import render_chat, template_of, templated
 from nrl.data.turn_ends import TurnEnds, turn_ends
 from nrl.data.turn_spans import LONGEST_OPENING, Turns, find_turns, unopened
 from nrl.data.turn_tokens import turn_tokens

@@ -13,6 +13,7 @@ from typing import Any
 from nrl.data.checks import shown
 from nrl.data.messages import (
     REASONING,
+    SYSTEM_ROLES,
     are_messages,
     before_answers,
     canonical_messages,
@@ -100,12 +101,14 @@ def unread_prompts(row: Mapping[str, Any], place: str) -> list[tuple[str, str]]:
     [('prompt', 'question')]
     """
     messages = _messages_of(row, place)
-    texts = {key: row[key] for key in PROMPT_KEYS[2:] if isinstance(row.get(key), str) and row[key].strip()}
-    read = "prompt" if _has_prompt(row) else "messages" if messages else next(iter(texts), "")
+    names = (*PROMPT_KEYS[2:], *_BESIDE_PROMPTS)
+    texts = {key: row[key] for key in names if isinstance(row.get(key), str) and row[key].strip()}
+    first = next((key for key in PROMPT_KEYS[2:] if key in texts), "")
+    read = "prompt" if _has_prompt(row) else "messages" if messages else first
+    found = list[tuple[str, str]]()
     if read:
-        beside = {key: row[key] for key in _BESIDE_PROMPTS if isinstance(row.get(key), str) and row[key].strip()}
-        texts |= beside
-    found = [(read, key) for key in texts if not _holds(messages if read == "messages" else row[read], texts[key])]
+        prompt = messages if read == "messages" else row[read]
+        found += [(read, key) for key, text in texts.items() if not _holds(prompt, text)]
     if read == "prompt" and messages and not _begins(messages, row["prompt"], place):
         found.append((read, "messages"))
     return found
@@ -143,12 +146,12 @@ def whole_prompt(row: Mapping[str, Any], place: str, *, answered: bool = False) 
     asked = asked if answered else _before_first_answer(asked)
     prompt = row["prompt"]
     if isinstance(prompt, str):
-        users = [turn for turn in _turns(asked) if turn[0] != "system"]
+        users = _turns(_without_system(asked))
         return [] if users == _turns([{"role": "user", "content": prompt}]) else asked
     if not is_chat(prompt) or len(_without_system(prompt)) >= len(_without_system(asked)):
         return []
     given = canonical_messages(prompt, f"{place}: 'prompt'")
-    system = given[0]["content"] if given[0]["role"] in _OF_SYSTEM else None
+    system = given[0]["content"] if given[0]["role"] in SYSTEM_ROLES else None
     return [*with_system(asked, system, place)]
 
 
@@ -182,11 +185,8 @@ def _before_first_answer(messages: Sequence[dict[str, Any]]) -> list[dict[str, A
     return list(takewhile(lambda message: message["role"] != "assistant", messages))
 
 
-_OF_SYSTEM = ("system", "developer")
-
-
 def _without_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return [message for message in messages if str(message.get("role")).lower() not in _OF_SYSTEM]
+    return [message for message in messages if str(message.get("role")).lower() not in SYSTEM_ROLES]
 
 
 def _begins(messages: Sequence[dict[str, Any]], prompt: Any, place: str) -> bool:
@@ -259,7 +259,7 @@ def row_system(row: Mapping[str, Any], place: str) -> Any:
     """
     names = ("system", "system_prompt", "system_message")
     texts = {name: _system_text(row[name], f"{place}: '{name}'") for name in names if row.get(name) is not None}
-    return _one_of({**row, **texts}, names, place, lambda value: value)
+    return _one_of(texts, names, place, lambda value: value)
 
 
 def _system_text(system: Any, where: str) -> Any:
@@ -311,7 +311,7 @@ def with_system(messages: Sequence[Mapping[str, Any]], system: Any, where: str) 
     """
     if not isinstance(system, str) or not system.strip():
         return messages
-    if not messages or messages[0]["role"] not in _OF_SYSTEM:
+    if not messages or messages[0]["role"] not in SYSTEM_ROLES:
         return [{"role": "system", "content": system}, *messages]
     if messages[0]["content"] != system:
         raise DataError(

@@ -48,7 +48,7 @@ def suggested_format(row: Mapping[str, Any]) -> str:
     ('sharegpt', '')
     """
     present = {name for name, value in row.items() if value is not None}
-    if isinstance(row.get("chosen"), str) and str(row["chosen"]).lstrip().startswith("Human:"):
+    if isinstance(row.get("chosen"), str) and row["chosen"].lstrip().startswith("Human:"):
         return "hh"
     if isinstance(row.get("text"), str) and row["text"].lstrip().startswith("### Human:"):
         return "guanaco"

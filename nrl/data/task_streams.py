@@ -193,7 +193,7 @@ def tasks(
             unused_arguments += collate is None and bool(template_arguments(task, table.place(index)))
             with losses() as lost_of_task:  # which are counted once for both sides of a pair
                 tokens = 0 if max_tokens is None else length(task, table.place(index))
-            lost.update(dict.fromkeys(lost_of_task, 1))
+            lost.update(lost_of_task.keys())
             if max_tokens is not None and tokens > max_tokens:
                 long += 1
                 continue

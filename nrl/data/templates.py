@@ -147,11 +147,10 @@ _RESERVED = {
     "conversation": "give it as 'messages'",
     "tools": "give them as 'tools'",
     **dict.fromkeys(
-        ("add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation", "max_length"),
-        "leave it out: nrl sets it",
-    ),
-    **dict.fromkeys(
-        ("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+        (
+            *("add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation", "max_length"),
+            *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+        ),
         "leave it out: nrl sets it",
     ),
     "chat_template": "set tokenizer.chat_template",

@@ -8,7 +8,7 @@ from typing import Any, cast
 from nrl.data.checks import shown
 from nrl.data.control_tokens import ChatText, find_breaks
 from nrl.data.marking import Marked, unmark
-from nrl.data.messages import REASONING
+from nrl.data.messages import REASONING, SYSTEM_ROLES
 from nrl.data.templates import TODAY, mark_chat, render_marked, run_template, template_of
 from nrl.data.turn_ends import turn_ends
 from nrl.data.turn_tokens import turn_tokens
@@ -151,7 +151,7 @@ class _Prefixes:
         if stop in self._excerpts and not asking:
             return self._excerpts[stop]
         messages, first = self._marked.messages, self._first
-        system = [message for message in messages[:first] if message["role"] in ("system", "developer")]
+        system = [message for message in messages[:first] if message["role"] in SYSTEM_ROLES]
         question = [message for message in messages[:first] if message["role"] == "user"][-1:]
         excerpt = [*system, *question, *messages[first:stop]]
         text = render_marked(self._marked._replace(messages=excerpt), self._tokenizer, len(excerpt), asking=asking)

@@ -244,6 +244,7 @@ def test_an_error_of_a_missing_response_names_the_format(row: dict[str, Any], fo
             {"conversation": [{"input": 1, "output": "b"}]},
             "exchanges: 'conversation' has an int where ",
         ),
+        ("exchanges", {"conversation": "[]"}, "exchanges: 'conversation' has no exchanges; leave the row out"),
         ("exchanges", {"a": 1}, "exchanges: the row has no 'conversation'; it has a"),
         ("guanaco", {"text": "Hello"}, "dialogue: 'text' does not begin with a speaker, as in '### Human:': 'Hello'"),
         ("guanaco", {"a": 1}, "dialogue: the row has neither 'chat' nor 'text'; it has a"),

@@ -389,3 +389,7 @@ def test_a_null_within_json_text_is_not_filled_in_by_arrow(tmp_path: Path) -> No
     tasks = data.tasks(tmp_path / "rows.parquet", format="sharegpt", shuffle=False)
     batch = data.supervised(tasks.take(1), tokenizer("qwen2_5"))
     assert '"unit": null' in tokenizer("qwen2_5").decode(batch["input_ids"][0])
+
+
+def test_a_tool_whose_function_is_no_schema_stays_as_it_is() -> None:
+    assert canonical_tools([{"function": "x"}], "the tools") == [{"function": "x"}]

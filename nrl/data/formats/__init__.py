@@ -49,8 +49,6 @@ __all__ = [
     "xlam",
 ]
 
-_PAIR = {"chosen": "chosen", "rejected": "rejected"}
-
 FORMATS: Mapping[str, Format] = {
     "gsm8k": gsm8k,
     "helpsteer3": helpsteer3,
@@ -72,7 +70,7 @@ FORMATS: Mapping[str, Format] = {
     "nemotron": columns(system="system_prompt", prompt="input", response="output"),
     "numina": columns(prompt="problem", response="solution"),
     "openorca": columns(system="system_prompt", prompt="question", response="response"),
-    "orca_dpo_pairs": columns(system="system", prompt="question", **_PAIR),
+    "orca_dpo_pairs": columns(system="system", prompt="question", chosen="chosen", rejected="rejected"),
     "pku_saferlhf": pku_saferlhf,
     "prompt_completion": prompt_completion,
     "s1k": s1k,

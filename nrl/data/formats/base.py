@@ -8,7 +8,7 @@ from nrl.data.row_fields import is_exchange
 from nrl.envs.types import Task
 from nrl.errors import DataError
 
-__all__ = ["Format", "FormatName", "texts_of", "with_history"]
+__all__ = ["Format", "FormatName", "alternate", "texts_of", "with_history"]
 
 type Format = Callable[[Task], Task | Sequence[Task] | None]
 """From one row to a row, several, or none."""
@@ -52,7 +52,9 @@ def with_history(prompt: str, history: Any, where: str) -> str | list[dict[str, 
         raise DataError(f"{where} is {shown(repr(history))}; give pairs of a question and its answer")
     if not pairs:
         return prompt
-    texts = [text for pair in pairs for text in pair]
-    roles = ["user", "assistant"] * len(pairs)
-    earlier = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
-    return [*earlier, {"role": "user", "content": prompt}]
+    return alternate([*(text for pair in pairs for text in pair), prompt])
+
+
+def alternate(texts: Sequence[str]) -> list[dict[str, str]]:
+    """Return texts as messages of the user and the assistant in turn."""
+    return [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(texts)]

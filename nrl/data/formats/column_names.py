@@ -47,9 +47,9 @@ def columns(**names: str | Sequence[str]) -> Format:
     if "history" in names and "prompt" not in names:
         raise DataError("columns: 'history' stands before a prompt; give 'prompt', too")
     parts = {field: [column] if isinstance(column, str) else list(column) for field, column in names.items()}
+    used = {column for of_field in parts.values() for column in of_field if "." not in column}
 
     def renamed(row: Task) -> Task:
-        used = {column.partition(".")[0] for of_field in parts.values() for column in of_field if "." not in column}
         values = {field: _value(row, field, of_field) for field, of_field in parts.items()}
         if reasoning := values.pop("reasoning", None):
             if not isinstance(reasoning, str) or not isinstance(values["response"], str):

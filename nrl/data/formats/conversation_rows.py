@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nrl.data.checks import fields, kind, shown
+from nrl.data.formats.base import alternate
 from nrl.data.messages import (
     TRAINED,
     before_answers,
@@ -139,10 +140,10 @@ def exchanges(row: Task) -> Task:
     if any(not isinstance(text, str) for text in texts[:-1]):
         wrong = next(text for text in texts if not isinstance(text, str))
         raise DataError(f"exchanges: '{key}' has {kind(wrong)} where a text is said; give texts")
+    if not texts:
+        raise DataError(f"exchanges: '{key}' has no exchanges; leave the row out")
     texts = texts if isinstance(texts[-1], str) else texts[:-1]  # a question that is not answered
-    roles = ("user", "assistant")
-    messages = [{"role": roles[number % 2], "content": text} for number, text in enumerate(texts)]
-    return {**{name: value for name, value in row.items() if name != key}, "messages": messages}
+    return {**{name: value for name, value in row.items() if name != key}, "messages": alternate(texts)}
 
 
 _EXCHANGES = (

@@ -16,6 +16,7 @@ Other fields stay as they are. The module imports no tensors, so environments ca
 
 from nrl.data.messages.canonical import (
     ROLES,
+    SYSTEM_ROLES,
     TRAINED,
     are_messages,
     before_answers,
@@ -32,6 +33,7 @@ from nrl.data.messages.tool_schemas import canonical_tools
 __all__ = [
     "REASONING",
     "ROLES",
+    "SYSTEM_ROLES",
     "TRAINED",
     "are_messages",
     "before_answers",

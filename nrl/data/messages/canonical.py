@@ -15,6 +15,7 @@ from nrl.errors import DataError
 
 __all__ = [
     "ROLES",
+    "SYSTEM_ROLES",
     "TRAINED",
     "are_messages",
     "before_answers",
@@ -37,6 +38,9 @@ ROLES = {
 >>> ROLES["human"]
 'user'
 """
+
+SYSTEM_ROLES = ("system", "developer")
+"""The roles of a system prompt."""
 
 _CALLS = ("function_call", "tool_call")
 """Roles whose content is the JSON text of a call."""
@@ -174,8 +178,7 @@ def _message(message: Any, where: str, schemas: Mapping[str, Any] | None, parts:
         )
     found["content"] = _content(found, message, where)
     set_reasoning(found, where, in_parts.reasoning)
-    is_trained = _pop_trained(found, where)
-    return found if is_trained or found["role"] != "assistant" else {**found, "weight": 0}
+    return found if _pop_trained(found, where) else {**found, "weight": 0}
 
 
 TRAINED = ("weight", "train", "trainable", "training", "loss", "loss_mask", "step_loss_mask")

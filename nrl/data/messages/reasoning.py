@@ -50,15 +50,17 @@ def set_reasoning(message: dict[str, Any], where: str, in_parts: str = "") -> No
     texts = {value: name for name, value in given.items() if value} or {value: name for name, value in given.items()}
     if len({"".join(text.split()) for text in texts}) > 1:
         raise DataError(f"{where}: {' and '.join(map(repr, texts.values()))} differ; give its reasoning once")
-    for text, name in list(texts.items())[:1]:
-        message[REASONING[0]] = text
-        content = message["content"]
-        if not text or not isinstance(content, str) or "</think>" not in content:
-            continue
-        if split_content(content)[0] == text.strip():
-            del message[REASONING[0]]  # templates read that of the content
-        elif content.lstrip().startswith("<think>"):
-            raise DataError(f"{where}: '{name}' and the reasoning in 'content' differ; give its reasoning once")
+    if not texts:
+        return
+    text, name = next(iter(texts.items()))
+    message[REASONING[0]] = text
+    content = message["content"]
+    if not text or not isinstance(content, str) or "</think>" not in content:
+        return
+    if split_content(content)[0] == text.strip():
+        del message[REASONING[0]]  # Templates read the reasoning of the content.
+    elif content.lstrip().startswith("<think>"):
+        raise DataError(f"{where}: '{name}' and the reasoning in 'content' differ; give its reasoning once")
 
 
 def _text_of_details(details: Any, others: Sequence[Any], where: str) -> str:

@@ -61,7 +61,7 @@ def _tool(given: Any, where: str, filled: bool) -> dict[str, Any]:
         function["parameters"] = decode_json(
             function["parameters"], f"{where}: 'parameters' of '{function.get('name')}'"
         )
-    return {**tool, "function": function} if "function" in tool else function
+    return {**tool, "function": function} if isinstance(tool.get("function"), Mapping) else function
 
 
 def function_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:
