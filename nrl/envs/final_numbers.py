@@ -168,20 +168,21 @@ _MOST_BOXES = 8
 _MOST_DENIED = 32  # numbers behind the last one that the text does not deny
 
 
-def joined_boxes(text: str) -> list[tuple[int, int, str] | None]:
+def joined_boxes(text: str) -> list[tuple[int, int, str]] | None:
     r"""Return the last box of a text, and those before it that are a part of the same answer, in their order.
 
-    A comma, "and" or "or" joins boxes, and so do words of cases or of doubt. One None: the last box is not closed.
+    A comma, "and" or "or" joins boxes, and so do words of cases or of doubt. None: the last box is not closed.
 
     >>> [box[2] for box in joined_boxes(r"\boxed{1}. So \boxed{2} or \boxed{3}.")], joined_boxes("1")
     (['2', '3'], [])
     """
-    joined = list[tuple[int, int, str] | None]()
+    joined = list[tuple[int, int, str]]()
     for box in itertools.islice(boxes(text), _MOST_BOXES):
         if box is None:  # One that is cut off may be the beginning of a longer number.
-            return joined or [None]
-        if joined and (last := joined[0]) is not None:
-            between = text[box[1] : last[0]] if box[1] <= last[0] <= box[1] + 80 else None
+            return joined or None
+        if joined:
+            start = joined[0][0]
+            between = text[box[1] : start] if box[1] <= start <= box[1] + 80 else None
             alternative = between is not None and _ALTERNATIVE.search(between) and not _REPLACED.search(between)
             if between is None or not (alternative or (len(between) < 40 and _JOINED.fullmatch(between))):
                 return joined
@@ -191,8 +192,9 @@ def joined_boxes(text: str) -> list[tuple[int, int, str] | None]:
 
 def _boxed(text: str) -> Iterator[Fraction | None]:
     together = joined_boxes(text)
-    if not together or together[0] is None or together[-1] is None:
-        yield from [None] * bool(together)
+    if together is None:
+        yield None
+    if not together:
         return
     start, end = together[0][0], together[-1][1]
     if (behind := retraction_end(text, end)) >= 0:
@@ -200,7 +202,7 @@ def _boxed(text: str) -> Iterator[Fraction | None]:
     elif is_denied(text, start, end) or is_doubted(text, start, end) or is_question(text, end):
         yield None
     else:
-        values = {_formal_number(box[2]) for box in together if box is not None}
+        values = {_formal_number(box[2]) for box in together}
         yield values.pop() if len(values) == 1 else None
 
 
@@ -208,9 +210,11 @@ def _formal_number(text: str) -> Fraction | None:
     """Return the number of a box, behind which at most a unit or a noun stands."""
     part = _without_markup(text).rpartition("=")[2]
     numeral = next(_numerals(part), None)
-    rest = "" if numeral is None else re.sub(r"[^\w\s'’.-]|_", " ", part[numeral.end("run") :]).strip(" .-")
-    scale = None if numeral is None else _SCALE.match(part, numeral.end("run"))
-    plain = not rest or scale or _UNIT.fullmatch(rest) or is_noun_phrase(rest)
+    if numeral is None:
+        return None
+    end = numeral.end("run")
+    rest = re.sub(r"[^\w\s'’.-]|_", " ", part[end:]).strip(" .-")
+    plain = not rest or _SCALE.match(part, end) or _UNIT.fullmatch(rest) or is_noun_phrase(rest)
     return only_number(text) if plain else None
 
 

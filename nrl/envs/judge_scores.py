@@ -224,10 +224,10 @@ def _score_in_sentences(line: str) -> _Statement | None:
     sentences = re.split(r"(?<=[.!?;])\s+", line)
     fields = [field for sentence in sentences for field in re.split(r",\s|\s\|\s|\s-\s", sentence)]
     for parts in (sentences, fields if all(map(_LABELLED.fullmatch, fields)) else []):
-        statements = [statement for part in parts if (statement := _statement(part)) is not None]
-        if len(parts) > 1 and statements and _statement(parts[-1]) is not None:
-            others = [other for other in statements[:-1] if other.is_final >= statements[-1].is_final]
-            return statements[-1] if all(other.score == statements[-1].score for other in others) else None
+        statements = [_statement(part) for part in parts]
+        if len(parts) > 1 and (last := statements[-1]) is not None:
+            others = [other for other in statements[:-1] if other is not None and other.is_final >= last.is_final]
+            return last if all(other.score == last.score for other in others) else None
     score = score_of_sentence(line)
     return None if score is None else _Statement(*score, is_final=False)
 

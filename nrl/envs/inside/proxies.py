@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 _CONTRASTED = ("lt", "le", "gt", "ge", "eq")
-_COMPARES = ("lt", "le", "gt", "ge", "eq", "ne")
+_COMPARES = (*_CONTRASTED, "ne")
 _ARITHMETIC = (
     *("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "pow", "lshift", "rshift", "and", "or", "xor"),
 )

@@ -91,11 +91,11 @@ def program_of(text: str, names: Collection[str] = (), *, truncated: bool = Fals
         if (block.language in _PYTHON and (block.closed or tree is not None))
         or (block.language == "" and tree is not None and acts(tree))
     ]
-    named = [(block, tree) for block, tree in programs if tree is not None and _defines(tree, names)]
-    if not (named or programs):
+    if not programs:
         return next((block.text for block in reversed(blocks) if block.closed), None)
-    chosen, tree = (named or programs)[-1]
-    place = next(place for place, (block, _) in enumerate(programs) if block is chosen)
+    named = [index for index, (_, tree) in enumerate(programs) if tree is not None and _defines(tree, names)]
+    place = named[-1] if named else len(programs) - 1
+    chosen, tree = programs[place]
     # The definitions before it come first, the last of them first, and then those behind it.
     others = [*reversed(range(place)), *range(place + 1, len(programs))]
     sources = [(other, programs[other][0].text, programs[other][1]) for other in others]

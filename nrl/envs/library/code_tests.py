@@ -160,8 +160,7 @@ def _solution_texts(task: Task) -> list[str]:
     """The solutions that a task has; a list of them may be written as JSON, as in APPS."""
     solutions: Any = next((task[name] for name in _SOLUTION_NAMES if task.get(name)), [])
     if isinstance(solutions, str) and solutions.lstrip().startswith("["):
-        with contextlib.suppress(ValueError, RecursionError):
-            solutions = json.loads(solutions)
+        solutions = _of_json(solutions)
     if isinstance(solutions, str):
         return [solutions]
     return [text for text in solutions if isinstance(text, str)] if isinstance(solutions, list | tuple) else []

@@ -175,6 +175,7 @@ def chosen_letter(response: str, letters: str = _LETTERS, choices: Sequence[Any]
     ('B', 'B', None)
     """
     text = plain_choice(response)
+    choices = [_normal(plain_text(choice)) for choice in choices]
     closed = (box for box in takewhile(bool, boxes(text)) if box is not None)
     last_boxes = list(islice((box for box in closed if not _NOT_BOX.search(text, max(0, box[0] - 20), box[0])), 2))
     if last_boxes and (found := _named_letter(last_boxes[0][2], 0, letters)) is not None:
@@ -254,7 +255,7 @@ def _unless_another(found: tuple[str, int, bool], text: str, choices: Sequence[A
     letter, end, _ = found
     own = ord(letter) - ord("A")
     beside = _normal(text[end : end + _LONGEST].partition("\n")[0])
-    named = [place for place, choice in enumerate(choices) if beside and _normal(plain_text(choice)) == beside]
+    named = [place for place, choice in enumerate(choices) if beside and choice == beside]
     return letter if not named or own in named else None
 
 
@@ -318,7 +319,7 @@ def _bare_letter(text: str, letters: str, choices: Sequence[Any]) -> tuple[str |
         return found[0], reason.end()
     chosen, rest = _unless_another(found, text, choices), line[found[1] - start :]
     inner = rest.strip(" .:-")
-    is_own_text = any(_normal(plain_text(choice)) == _normal(rest) for choice in choices)
+    is_own_text = _normal(rest) in choices
     if (
         _ANOTHER.search(rest)
         or _whole_letter(inner, 0, len(inner), letters)

@@ -32,7 +32,6 @@ from nrl.envs.library.mathematics.words.tidying import LONGEST, written
 __all__ = ["FORMULA", "READ", "answer_span", "final_answer"]
 
 READ = 16_384
-_DEEPEST = 40  # braces and brackets in each other: what reads formulas takes a stack for each
 _MOST_RETRACTIONS = 3
 _MARKS = 8  # of which the last is no heading
 _LINES = 8  # from the last, where those behind an answer have no numbers in them
@@ -93,10 +92,11 @@ def _candidate(text: str) -> _Span | None:
     for mark in reversed(list(_MARK.finditer(text))[-_MARKS:]):
         if mark[1].strip() and (_may_be_answer(mark[1]) or next(marked_number(mark[0]), None) is not None):
             return _Span(mark[1], *mark.span())
-    if boxes := joined_boxes(text):
-        whole = [box for box in boxes if box is not None]
-        contents = ", ".join(box[2] for box in whole)
-        return _Span(contents, whole[0][0], whole[-1][1]) if len(whole) == len(boxes) else None
+    boxes = joined_boxes(text)
+    if boxes is None:
+        return None
+    if boxes:
+        return _Span(", ".join(box[2] for box in boxes), boxes[0][0], boxes[-1][1])
     formulas = list(FORMULA.finditer(text))[-2:]
     formula = formulas[-1] if formulas else None
     statement = last_statement(text)

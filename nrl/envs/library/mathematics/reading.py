@@ -50,6 +50,7 @@ from nrl.envs.library.mathematics.words.plain_kinds import (
     read_word_list,
     read_words,
     split_choice,
+    unwrap_text,
 )
 from nrl.envs.library.mathematics.words.spoken import read_marks, spoken_number
 from nrl.envs.library.mathematics.words.units import read_measures, scaled, split_unit
@@ -107,7 +108,7 @@ def _option(text: str) -> Choice | None:
 
 def _numeral(text: str) -> Answer | None:
     """Read "twelve", "1 hour 30 minutes", or options such as "A, C"."""
-    plain = " ".join(TEXT.sub(r" \1 ", text).split())
+    plain = unwrap_text(text)
     if (number := spoken_number(plain)) is not None:
         return Quantity(Node("number", (), number))
     if (measure := read_measures(plain)) is not None:
@@ -129,7 +130,7 @@ _CAP = re.compile(r"\\(?:setminus|backslash)(?![A-Za-z])|\\\\|-(?=\\\{)")
 
 
 def _formula(text: str) -> Answer:
-    if whole := INTEGERS.fullmatch(" ".join(TEXT.sub(r" \1 ", text).split())):
+    if whole := INTEGERS.fullmatch(unwrap_text(text)):
         positive = whole["set"] == "N" or whole["part"]
         return _with_integer(whole["value"], whole["a"] or whole["b"] or whole["c"], "N" if positive else "Z")
     text = drop_words_of_items(text)

@@ -87,14 +87,15 @@ _LABEL_BEFORE = re.compile(
     r"|exercise|example|appendix|footnote)(?: (?:no\.|number))?(?: ?#)?\Z",
     re.IGNORECASE,
 )
+_DIGIT_WORDS = "zero|one|two|three|four|five|six|seven|eight|nine"
 _CHANGED_BEHIND = re.compile(
     r"\s*-?(?:\^(?! ?\{? ?\\circ)|(?:or|and) (?:more|less|so|higher|lower|fewer|greater|larger|smaller|above|below"
     r"|thereabouts|over|under|upwards?|up|counting|a half|a quarter|a third|half)\b|at (?:least|most)\b"
     r"|ish\b|\+(?!\s*[0-9])|(?:dozens?|gross|squared|cubed|factorial|halves|thirds|fourths|fifths|sixths|sevenths|eighths|ninths|tenths"
     r"|hundredths|thousandths|millionths|lakhs?|crores?|doubled|tripled|quadrupled|halved)\b|score\b(?! of)"
-    r"|per ?cent (?:off|more|less)\b|point (?:[0-9]|zero|one|two|three|four|five|six|seven|eight|nine)\b"
+    rf"|per ?cent (?:off|more|less)\b|point (?:[0-9]|{_DIGIT_WORDS})\b"
     r"|(?:times|plus|minus|over|divided by|mod(?:ulo)?|choose) "
-    r"(?:[0-9]|zero|one|two|three|four|five|six|seven|eight|nine|ten)\b"
+    rf"(?:[0-9]|{_DIGIT_WORDS}|ten)\b"
     r"|(?:or|to|–|—) ?[$€£]?[0-9]|[<>≤≥]|以上|以下|左右|或)",
     re.IGNORECASE,
 )

@@ -15,6 +15,7 @@ __all__ = [
     "read_word_list",
     "read_words",
     "split_choice",
+    "unwrap_text",
 ]
 
 TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname|rm|bf) ?\{([^{}]*)\}")
@@ -69,6 +70,15 @@ _MONTHS = [
     "november",
     "december",
 ]
+
+
+def unwrap_text(text: str) -> str:
+    r"""Return a text without the commands around its words, and with single spaces.
+
+    >>> unwrap_text(r"5\text{ or  more}")
+    '5 or more'
+    """
+    return " ".join(TEXT.sub(r" \1 ", text).split())
 
 
 def read_time(text: str) -> Time | None:
@@ -163,7 +173,7 @@ def split_choice(text: str) -> tuple[str, str] | None:
 
 def read_special(text: str) -> Answer | None:
     """Read the empty set, all real numbers, and infinity as words."""
-    plain = " ".join(TEXT.sub(r" \1 ", text).split()).lower()
+    plain = unwrap_text(text).lower()
     empty = r"\\(?:emptyset|varnothing)|\\\{ ?\\\}|\{ ?\}|∅|\\O"
     if re.fullmatch(empty, text) or plain in _EMPTY or _NO_SOLUTION.fullmatch(plain):
         return Listing((), True)
@@ -184,7 +194,7 @@ def read_word_list(text: str) -> Listing | Point | Words | None:
     >>> read_word_list("III and I") == read_word_list("I, III"), read_word_list("Bob"), read_word_list("x and y")
     (True, None, None)
     """
-    plain = " ".join(TEXT.sub(r" \1 ", text).split()).strip("\"'“”‘’")
+    plain = unwrap_text(text).strip("\"'“”‘’")
     if not re.fullmatch(r"[^\W\d_](?:[^\W\d_]|[',’. &-])*", plain):
         return None
     statements = re.sub(r"^(?:only|statements?) (?=[IVX])|(?<=[IVX]) only$", "", plain)
@@ -206,7 +216,7 @@ def read_word_list(text: str) -> Listing | Point | Words | None:
 
 def read_words(text: str) -> Words | None:
     """Read words: letters, perhaps with a date's or a name's numbers in them, and nothing of a formula."""
-    plain = " ".join(TEXT.sub(r" \1 ", text).split()).strip("\"'“”‘’")
+    plain = unwrap_text(text).strip("\"'“”‘’")
     if date := _date(plain) or _numeric_date(plain):
         return Words(date)
     if not re.fullmatch(r"[^\W\d_](?:[^\W\d_]|['’. -](?=.))*", plain) or not re.search(
@@ -312,7 +322,7 @@ def read_statement(text: str) -> Words | None:
 
 def read_prose(text: str) -> Words | None:
     """Read what has words in it and is no formula; so it equals the same words alone."""
-    plain = " ".join(TEXT.sub(r" \1 ", text).split())
+    plain = unwrap_text(text)
     if not re.search(r"(?<![\\A-Za-z])[A-Za-z]{2,}", plain) or re.search(r"\\(?:frac|sqrt)\b", text):
         return None
     runs = re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", plain)

@@ -259,8 +259,7 @@ def read_measures(text: str) -> tuple[Fraction, str] | None:
     total, first, last, place = Fraction(0), "", "", 0
     while place < len(text):
         match = _PART.match(text, place)
-        unit = None if match is None else _UNITS.get(match["unit"]) or _UNITS.get(match["unit"].lower())
-        if match is None or unit is None or unit not in _DIMENSIONS:
+        if match is None or (unit := _canonical(match["unit"])) not in _DIMENSIONS:
             return None
         first = first or unit
         factor = conversion(unit, first)
