@@ -76,7 +76,7 @@ class _Package(ModuleType):
     somebody imports `nrl.rollout.episode`, and the package from then on.
     """
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if not (isinstance(value, ModuleType) and name in vars(self).get("__all__", ())):
             super().__setattr__(name, value)
 

@@ -97,7 +97,7 @@ def resolve_output(option: str, name: str | Folder) -> Folder:
 
     Raises:
         ConfigError: the name is empty, has a variable such as ``$HOME`` or a NUL character, or is the root of the file
-            system; or as `at` does.
+            system; or as `to_folder` does.
 
     >>> resolve_output("run: out", "runs/qwen")
     PosixPath('runs/qwen')

@@ -45,7 +45,7 @@ def main(cfg: Evaluation, envs: Environments) -> Metrics:
 
     Args:
         cfg: the configuration.
-        envs: what its ``env`` and ``tasks`` say, from `resolved`.
+        envs: what its ``env`` and ``tasks`` say, from `resolve`.
 
     Returns:
         The metrics of `nrl.measure`; ``metrics.json`` holds them as numbers.

@@ -43,7 +43,7 @@ class Conversation:
     """An episode as messages, beside its tokens.
 
     Args:
-        prompt: what is asked, as `nrl.envs.return_values.read_prompt` gives it.
+        prompt: what is asked, as `nrl.envs.policy_inputs.read_prompt` gives it.
         tools: of `nrl.envs.tools.tool`; with some, a text is a message of the user.
         tokenizer: of the policy.
         max_tokens: how many ids of a prompt or an observation are wanted; longer texts are not encoded to their end.

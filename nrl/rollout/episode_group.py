@@ -40,7 +40,7 @@ class EpisodeGroup:
     _rendered: dict[Any, list[int]] = attrs.field(factory=dict)
 
     def render(self, prompt: Prompt, tokenizer: Any, *, max_tokens: int | None = None) -> list[int]:
-        """Render a prompt once: the episodes share it. It is as `nrl.envs.return_values.read_prompt` gives it."""
+        """Render a prompt once: the episodes share it. It is as `nrl.envs.policy_inputs.read_prompt` gives it."""
         chat = not isinstance(prompt, str) and any(isinstance(part, Mapping) for part in prompt)
         key: Any = prompt if isinstance(prompt, str) else repr(prompt) if chat else tuple(prompt)
         if key not in self._rendered:

@@ -110,7 +110,7 @@ def ahead[T](stream: Stream[T], n: int) -> Source[T]:
                     return
 
     def produce() -> None:
-        # An interrupt may come between any two calls: items in `made` will be made, and no others have been
+        # An interrupt may come between any two calls: entries of `items` will be made, and no others have been
         if pool is not None:
             items.append((futures.Future(), []))
             pool.submit(work, _ends)

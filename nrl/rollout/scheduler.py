@@ -1,6 +1,7 @@
 """Episodes under way: groups of them begin, end, or are ended, by a schedule.
 
-By default nothing of it depends on the clock: all episodes that one `Running.play` asks for are played to their end.
+By default nothing of it depends on the clock: all episodes that one `EpisodeScheduler.play` asks for are played to
+their end.
 """
 
 import asyncio

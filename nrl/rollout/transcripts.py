@@ -32,13 +32,8 @@ _MESSAGES = (
     (r"<｜(?P<role>User|Assistant|tool▁output▁begin)｜>", r"<｜tool▁output▁end｜>|<｜end▁of▁sentence｜>"),
     (r"<\|(?P<role>system|user|assistant|observation)\|>\n?", r"(?!)"),
 )
-_SIGNS = (
-    "<|im_start|>",
-    "<|start_header_id|>",
-    "<start_of_turn>",
-    "<｜User｜>",
-    "<|observation|>",
-)  # one sign for each entry of _MESSAGES
+# One sign for each entry of _MESSAGES.
+_SIGNS = "<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "<｜User｜>", "<|observation|>"
 _ROLES = {"model": "assistant", "ipython": "tool", "observation": "tool", "tool▁output▁begin": "tool"}
 _RESULT = re.compile(r"\s*<tool_response>\n?(.*?)\n?</tool_response>\s*", re.DOTALL)
 

@@ -1,6 +1,6 @@
 """A run: its folder, its loops, its report.
 
-`lifecycle` has the verbs: start, restore, steps, log, save. `exits` decides how a program ends, `retries` whether it
+`run` has the verbs: start, restore, steps, log, save. `exit_codes` decides how a program ends, `retries` whether it
 begins again by itself.
 """
 

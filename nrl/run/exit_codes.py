@@ -29,11 +29,8 @@ __all__ = ["exit_status", "launch"]
 
 _MISTAKE, _INTERRUPTED = 2, 130  # exit statuses; Python's own is 1, for a bug
 _HOMELESS = "Could not determine home directory."  # pathlib's words
-_NOBODYS = (
-    str(Path(__file__).parents[1]),
-    sysconfig.get_path("scripts"),
-    "<",
-)  # prefixes of files that are not the user's
+# Prefixes of files that are not the user's.
+_NOBODYS = str(Path(__file__).parents[1]), sysconfig.get_path("scripts"), "<"
 _LIBRARIES = (
     str(Path(__file__).parents[1]),
     *(sysconfig.get_path(scheme) for scheme in ("stdlib", "purelib", "platlib")),

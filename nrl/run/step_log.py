@@ -167,9 +167,8 @@ _gc_is_paused = False  # already, by a loop around this one: counting what is fr
 def gc_paused() -> Iterator[None]:
     """Exclude all present objects from garbage collection: modules alone have some 400,000."""
     global _gc_is_paused
-    if _gc_is_paused or gc.get_freeze_count() > len(
-        gc.get_objects()
-    ):  # it does so already, for somebody who will undo it
+    # It does so already, for somebody who will undo it.
+    if _gc_is_paused or gc.get_freeze_count() > len(gc.get_objects()):
         yield
         return
     gc.collect()

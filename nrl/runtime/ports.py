@@ -57,9 +57,8 @@ def first_free[T](bind: Callable[[int], T], environ: Mapping[str, str] = os.envi
     if allowed is None:
         return bind(0)
     refused, setting = 0, f"{NRL_PORTS}={environ[NRL_PORTS]}"
-    for port in random.Random().sample(
-        allowed, len(allowed)
-    ):  # A random order, so that processes on one host seldom collide.
+    # A random order, so that processes on one host seldom collide.
+    for port in random.Random().sample(allowed, len(allowed)):
         try:
             return bind(port)
         except PermissionError:

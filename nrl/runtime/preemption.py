@@ -17,11 +17,8 @@ from typing import Any, NoReturn
 
 __all__ = ["Preemption", "Terminated", "end_after_signal", "heed_signals", "note_save", "patience_left"]
 
-_WAITS, _RAISES, _EXITS = (
-    0.4,
-    0.7,
-    0.95,
-)  # Fractions of the grace: waits end, an exception breaks off, the process exits.
+# Fractions of the grace: waits end, an exception breaks off, the process exits.
+_WAITS, _RAISES, _EXITS = 0.4, 0.7, 0.95
 _CLOSING = 5.0  # seconds to leave all blocks where nothing is to be saved: neither a step nor a save has begun
 _HURRYING = 3.0  # seconds to leave all blocks after a second Ctrl-C
 _ECHO = 0.3  # seconds in which a second SIGINT is the first one again: launchers forward what a terminal sends to all
@@ -206,7 +203,7 @@ def heed_signals(grace: float) -> Iterator[Preemption]:
         grace: seconds from the signal to the end of the process.
 
     Raises:
-        Terminated: SIGTERM came; also in place of another error: see `ending`.
+        Terminated: SIGTERM came; also in place of another error: see `end_after_signal`.
         KeyboardInterrupt: Ctrl-C came; likewise.
 
     >>> with heed_signals(30.0) as preemption:
@@ -225,9 +222,8 @@ def heed_signals(grace: float) -> Iterator[Preemption]:
         with end_after_signal():
             yield preemption
     finally:
-        outermost = signal.SIGINT in handlers and not _is_ours(
-            handlers[signal.SIGINT]
-        )  # no handler is of another thread
+        # No handler is of another thread.
+        outermost = signal.SIGINT in handlers and not _is_ours(handlers[signal.SIGINT])
         if outermost and _signal is not None and _signal.number == signal.SIGINT:
             _signal = None  # a notebook, or a shell, goes on
         if _signal is None:

@@ -90,9 +90,8 @@ def fresh_state(module: nn.Module, optimizer: TorchOptimizer, stored_tensors: Ma
                     f"restore: of the optimizer's state of '{names[parameter]}' the checkpoint has {a_few(unknown)}, "
                     f"and here it is {a_few(expected)}; leave the weight to the optimizer that it had"
                 )
-            like = {
-                key: stored_tensors.get(f"{weight}.{key}", torch.empty(())) for key in expected
-            }  # the reader says what is lost
+            # The reader says what is lost.
+            like = {key: stored_tensors.get(f"{weight}.{key}", torch.empty(())) for key in expected}
             optimizer.state[parameter] = {key: _zeros(key, x, parameter, group) for key, x in like.items()}
 
 

@@ -122,7 +122,6 @@ def _end(parallel_state: Any) -> None:
     for group in process_groups.values():
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
-    if (
-        process_groups
-    ):  # Megatron's copies refer to themselves and keep their groups, each with threads, which poll over gloo
+    # Megatron's copies refer to themselves and keep their groups, each with threads, which poll over gloo.
+    if process_groups:
         gc.collect()

@@ -160,9 +160,8 @@ class _ByColumns(nn.Module):
             if self._sequence_parallel
             else mappings.reduce_from_tensor_model_parallel_region
         )
-        low = add_up(
-            linear(x, projection.lora_A), group=self._group
-        )  # the sum over columns of A x; then B is applied once
+        # The sum over columns of A x; then B is applied once.
+        low = add_up(linear(x, projection.lora_A), group=self._group)
         output: Tensor = linear(low, projection.lora_B) * projection.scale
         return output
 

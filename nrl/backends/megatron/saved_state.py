@@ -71,9 +71,8 @@ def _iter_parameter_state(piece: Piece, parameter: Tensor, state: _ParameterStat
         if state.state:
             for key in KEYS[1:]:
                 yield block(f"{MOMENTS}{piece.name}.{key}", state.state[key])
-            if not owned or not any(
-                dim.start for dim in index
-            ):  # The process that writes the beginning of a weight writes its step.
+            # The process that writes the beginning of a weight writes its step.
+            if not owned or not any(dim.start for dim in index):
                 yield Piece(f"{MOMENTS}{piece.name}.step", (), (), state.state["step"])
 
 

@@ -128,9 +128,8 @@ class ShardLoader:
         """
         incoming = list(pieces)
         order = {piece.name: order for order, piece in reversed(list(enumerate(incoming)))}
-        for piece in sorted(
-            incoming, key=lambda piece: order[piece.name]
-        ):  # Tied weights are compared, so load one weight after the other.
+        # Tied weights are compared, so load one weight after the other.
+        for piece in sorted(incoming, key=lambda piece: order[piece.name]):
             if self._other_head and piece.name not in self._own and is_head(piece.name):
                 continue
             check_weight(piece.name, piece.shape, self._shapes, self._who)

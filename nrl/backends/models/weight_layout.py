@@ -159,9 +159,8 @@ def _match_view(name: str, tensor: Tensor, view: Tensor) -> FilePart | None:
         start, offset = divmod(offset, max(int(stride), 1))
         starts.append(start)
     dims = [-1] * view.ndim
-    for axis in sorted(
-        range(view.ndim), key=lambda at: view.shape[at] == 1
-    ):  # Dimensions of length 1 come last: they match any.
+    # Dimensions of length 1 come last: they match any.
+    for axis in sorted(range(view.ndim), key=lambda at: view.shape[at] == 1):
         size, stride = view.shape[axis], view.stride()[axis]
         fits = [
             dim for dim, own_stride in strides.items() if size == 1 or (own_stride == stride and tensor.shape[dim] > 1)

@@ -113,9 +113,8 @@ class CompletionServer:
             async with asyncio.timeout(self.timeout), httpx2.AsyncClient(**options) as client:
                 for attempt in range(_ATTEMPTS):
                     await asyncio.sleep(pause)
-                    pause = (
-                        _WAIT * 2**attempt * random.uniform(0.75, 1.25)
-                    )  # The random factor spreads the retries of many clients.
+                    # The random factor spreads the retries of many clients.
+                    pause = _WAIT * 2**attempt * random.uniform(0.75, 1.25)
                     try:
                         response = await client.request("GET" if body is None else "POST", url, json=body)
                     except httpx2.TransportError as error:

@@ -189,9 +189,8 @@ def probe(endpoint: CompletionEndpoint) -> Meaning:
     # vLLM takes no temperature above 2
     sharp, flat = Sampling(temperature=0.25, max_new_tokens=1), Sampling(temperature=2.0, max_new_tokens=16)
     rows = [(0, sharp), (0, flat), (0, flat), (1, flat), (0, attrs.evolve(flat, top_k=1))]
-    bodies = [
-        endpoint.request(prompt, *row) | {"logprobs": 1} for row in rows
-    ]  # also the log-probability of the most probable token
+    # One log-probability more is that of the most probable token.
+    bodies = [endpoint.request(prompt, *row) | {"logprobs": 1} for row in rows]
     replies = gather([run_in_loop(endpoint.server.ask("/completions", body)) for body in bodies]).result()
     answers = [item.content for item in replies]
     completions = [endpoint.completion(*item) for item in zip(bodies, answers, strict=True)]

@@ -103,9 +103,8 @@ class Weights:
         places = [*range(max(1, len(prompt) - _PLACES + 1), len(prompt) + 1)]
         greedy = Sampling(temperature=0, max_new_tokens=1)
         replies = [complete(prompt[:length], greedy) for length in places]
-        engines = [
-            *zip(*(item.result() for item in replies), strict=False)
-        ]  # An engine that dies meanwhile is checked later.
+        # An engine that dies meanwhile is checked later.
+        engines = [*zip(*(item.result() for item in replies), strict=False)]
         routes = [row[-1].routes for row in engines if row[-1].routes is not None]
         expected = self._forward(routes) if routes else self._expect()
         ids, logprobs = (expected[name].result()[:, places] for name in ("top_k_ids", "top_k_logprobs"))
@@ -175,9 +174,8 @@ def _give(
     refused: list[Exception] = []
 
     def note(replica: EngineReplica, error: Exception, bucket: Any) -> None:
-        its_own = not (
-            isinstance(bucket, RemoteFuture) and bucket.failure() is error
-        )  # else it is the trainer mesh's error
+        # Otherwise it is the error of the trainer's mesh.
+        its_own = not (isinstance(bucket, RemoteFuture) and bucket.failure() is error)
         if its_own and (death := replica.describe_death(error)) is not None:
             dead[replica] = death
         else:

@@ -253,10 +253,9 @@ def _is_doubted(text: str, lead: re.Match[str], end: int) -> bool:
 def _unless_another(found: tuple[str, int, bool], text: str, choices: Sequence[Any]) -> str | None:
     """The letter, unless the text of another choice than its own follows it."""
     letter, end, _ = found
-    own = ord(letter) - ord("A")
     beside = _normal(text[end : end + _LONGEST].partition("\n")[0])
     named = [place for place, choice in enumerate(choices) if beside and choice == beside]
-    return letter if not named or own in named else None
+    return letter if not named or ord(letter) - ord("A") in named else None
 
 
 def _normal(text: str) -> str:

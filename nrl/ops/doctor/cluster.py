@@ -102,15 +102,15 @@ def _await_hosts(expected: int, limit: float) -> Finding:
     """Wait for late hosts, and report how many have come."""
 
     def have_come(seconds: float) -> bool:
-        if len(list_nodes(True)) < expected:
+        if len(list_nodes()) < expected:
             time.sleep(seconds)
-        return len(list_nodes(True)) >= expected
+        return len(list_nodes()) >= expected
 
     def describe(waited: float) -> str:
-        return f"doctor: {len(list_nodes(True))} of {expected} hosts have come, {waited:.0f} s so far"
+        return f"doctor: {len(list_nodes())} of {expected} hosts have come, {waited:.0f} s so far"
 
     complete = wait_until(have_come, limit, describe, silence=SILENCE, poll_seconds=_POLL)
-    names = sorted(str(node["NodeManagerHostname"]) for node in list_nodes(True))
+    names = sorted(str(node["NodeManagerHostname"]) for node in list_nodes())
     count = f"{len(names)} of {expected} have come"
     values = {"expected": expected, "come": names}
     if complete:
@@ -124,7 +124,7 @@ def _await_hosts(expected: int, limit: float) -> Finding:
 
 def _start_probes() -> dict[str, ProbedHost]:
     """Start a probe on each node; return them by host name, with a port if several nodes are one machine."""
-    alive = list_nodes(True)
+    alive = list_nodes()
     names = [str(node["NodeManagerHostname"]) for node in alive]
     probes = {}
     for name, node in zip(names, alive, strict=True):

@@ -117,13 +117,8 @@ def judge_torch(torch_facts: Mapping[str, Any], gpus: Mapping[str, Any] | None) 
         advice = f"{_SYNC}; `nrl venvs check` for environments"
         yield make_failure("torch", f"it cannot be imported: {torch_facts['error']}", advice)
         return
-    kind = (
-        f"CUDA {torch_facts['cuda']}"
-        if torch_facts["cuda"]
-        else f"ROCm {torch_facts['hip']}"
-        if torch_facts["hip"]
-        else "CPUs alone"
-    )
+    rocm = f"ROCm {torch_facts['hip']}" if torch_facts["hip"] else "CPUs alone"
+    kind = f"CUDA {torch_facts['cuda']}" if torch_facts["cuda"] else rocm
     message, count = (
         f"{torch_facts['version']}, built for {kind}",
         len(gpus["devices"] or gpus["unseen"]) if gpus else 0,

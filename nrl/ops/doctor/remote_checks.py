@@ -37,7 +37,7 @@ def collect_replies[K](subject: str, calls: Mapping[K, Any], limit: float) -> tu
     replies, silent = dict[K, Any](), dict[K, str]()
     if calls:
         wait_until(
-            partial(wait_for_all, calls),
+            partial(wait_for_all, calls.values()),
             limit,
             lambda waited: f"doctor: {subject}, {waited:.0f} s so far",
             silence=SILENCE,

@@ -72,7 +72,7 @@ class RowStats:
     Args:
         tokens: of all micro-batches; the last one of a row predicts nothing and is left out.
         largest: tokens of the largest micro-batch.
-        each: tokens whose log-probabilities are computed, of each micro-batch.
+        outputs_each: tokens whose log-probabilities are computed, of each micro-batch.
         scores: numbers of scores in an attention head, over all micro-batches, as a drive counts them: all tokens of a
             micro-batch times its longest row.
         microbatches: how many there are.
@@ -198,10 +198,11 @@ def estimate_step(step: Step) -> dict[str, Any]:
     # Layers are gathered twice, the rest once, in bfloat16; gradients are reduced in float32
     gathered_bytes = times * (4.0 * model.in_layers + 2.0 * model.outside)
     collectives = {"_allgather_base_": gathered_bytes, "_reduce_scatter_base_": times * 4.0 * model.parameters}
-    if exchanged := muon_update_bytes(
-        model, step.optimizer
-    ):  # Newton-Schulz needs the full matrix: it is gathered, then scattered.
+    # Newton-Schulz needs the full matrix: it is gathered, then scattered.
+    if exchanged := muon_update_bytes(model, step.optimizer):
         collectives["alltoall_base_"] = 2.0 * exchanged / dp
+    # Parts of the parameters come in float32 as often as they are gathered, and those of the gradient go.
+    copied = {"to the device": 2.0 * gathered_bytes / dp, "to the host": times * 4.0 * share}
     return {
         "parameters": held,
         "moments": moments,
@@ -213,10 +214,7 @@ def estimate_step(step: Step) -> dict[str, Any]:
         "logprobs": logits_bytes(model, rows.outputs_each, step.memory) + 4.0 * model.words * model.hidden,
         "activations": peak.bytes - held - moments - peak.gradients - peak.head,
         "collectives": collectives if dp > 1 else {},
-        # Parts of the parameters come in float32 as often as they are gathered, and those of the gradient go
-        "copied": {"to the device": 2.0 * gathered_bytes / dp, "to the host": times * 4.0 * share}
-        if step.offload
-        else {},
+        "copied": copied if step.offload else {},
         "flops": flops,
         "model": count_model_flops(model, rows),
         "microbatches": rows.microbatches,
@@ -298,9 +296,8 @@ def _peak_candidates(model: Shape, rows: RowStats, step: Step, static: float) ->
     all_gradients = 4.0 * model.parameters * share
     before = all_gradients if rows.microbatches > 1 else 0.0  # gradients of earlier micro-batches
     base = static + outside
-    copies = (
-        2.0 * model.in_layers if not sharded and not checkpointed else 0.0
-    )  # copies of weights for the backward pass
+    # Copies of weights for the backward pass.
+    copies = 2.0 * model.in_layers if not sharded and not checkpointed else 0.0
     # The last norm's input in float32, and normalised; the states that predict, and their gradient
     logits = 4.0 * weight + logits_bytes(model, rows.outputs_each, step.memory)
     of_head = 6.0 * d * n + 4.0 * d * rows.outputs + logits

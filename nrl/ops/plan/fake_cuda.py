@@ -48,7 +48,7 @@ class OtherRanks:
     """Stand-ins for the other processes in collectives of objects.
 
     Attributes:
-        says: called with a rank, and with what this process says; at first each says the same.
+        reply: called with a rank, and with the value of this process; at first it returns that value.
     """
 
     def __init__(self) -> None:

@@ -108,9 +108,8 @@ def simulate_step(step: Step) -> dict[str, Any]:
         )
     processes = multiprocessing.get_context("forkserver")  # it imports once what each drive needs
     processes.set_forkserver_preload(["nrl.ops.plan.simulate", "transformers.models.qwen3.modeling_qwen3"])
-    shipped = attrs.evolve(
-        step, optimizer=attrs.evolve(step.optimizer, schedule=Schedule())
-    )  # A schedule may be a function.
+    # A schedule may be a function.
+    shipped = attrs.evolve(step, optimizer=attrs.evolve(step.optimizer, schedule=Schedule()))
     try:
         with ProcessPoolExecutor(1, processes) as pool:
             return pool.submit(_simulate_here, shipped).result()

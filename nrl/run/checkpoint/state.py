@@ -130,9 +130,8 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    for device, generator in enumerate(
-        state["cuda"][: torch.cuda.device_count()]
-    ):  # Fewer devices may exist than before.
+    # Fewer devices may exist than before.
+    for device, generator in enumerate(state["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(generator, device)
 
 

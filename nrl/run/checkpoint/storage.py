@@ -160,7 +160,7 @@ def complete(written: Folder, folder: Folder) -> None:
     if not isinstance(folder, Path) or not isinstance(written, Path):
         return
     old = folder.with_name(f".{folder.name}.old")
-    if folder.exists():  # killed between the two renames, the old one is found by `tidy`
+    if folder.exists():  # killed between the two renames, the old one is found by `clean`
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
     written.rename(folder)
@@ -179,7 +179,7 @@ class Leftover(NamedTuple):
 def discard(folder: Folder) -> Leftover:
     """Remove what has been written of a checkpoint."""
     if not isinstance(folder, Path):
-        with suppress(Exception):  # the store may be out of reach; `tidy` comes again
+        with suppress(Exception):  # the store may be out of reach; `clean` comes again
             remove(folder)
         return Leftover("", "", "See that the store can be reached and written to")
     temporary = folder.with_name(f".{folder.name}.writing")

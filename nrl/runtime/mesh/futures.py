@@ -42,7 +42,7 @@ class Submitted[T](futures.Future[T]):
     """The future of a submitted function: the standard library's, whose `result` says what is late; it can be awaited.
 
     Args:
-        who: how errors name the function.
+        caller: how errors name the function.
         mesh: the name of the mesh.
 
     >>> late = Submitted("submit(score)", "judges")

@@ -37,7 +37,7 @@ class Actor:
         env: environment variables.
         sources: folders to import from, beside the environment.
         name: of the process in logs.
-        given: the worker's arguments.
+        args: the worker's arguments.
     """
 
     def __init__(self, env: Mapping[str, str], sources: Sequence[str], name: str, *args: Any) -> None:

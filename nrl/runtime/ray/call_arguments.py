@@ -77,7 +77,7 @@ class Arguments:
     Args:
         actors: the processes.
         stored: packed batches and functions of earlier calls.
-        who: how errors name the call.
+        caller: how errors name the call.
         fn: what is called.
     """
 
@@ -86,7 +86,7 @@ class Arguments:
         self.before: list[Call] = []  # The calls that made the kept values that this call uses.
         self.read: list[Call] = []  # The calls whose results this call reads from the object store.
         self._packed: dict[int, tuple[Any, Any]] = {}  # By identity, with the value, so that its id stays unique.
-        self._cache: dict[tuple[Any, int], Any] = {}  # Results of `_cached`, by function and identity.
+        self._cache: dict[tuple[Any, int], Any] = {}  # of `_cache_result`, by function and identity.
         kinds = get_declarations()
         function = serialize(functools.partial(declaring, kinds, fn) if kinds else fn, caller)
         hashed = hashlib.blake2b(digest_size=16)

@@ -98,9 +98,8 @@ class RayCluster(Cluster):
         self._groups.append(group)
         nodes = list_bundle_nodes(group)
         first, order = len(self._slots), list(dict.fromkeys(nodes))
-        bundles = sorted(
-            range(request.n), key=lambda place: order.index(nodes[place])
-        )  # slots of a host follow one another
+        # Slots of a host follow one another.
+        bundles = sorted(range(request.n), key=lambda place: order.index(nodes[place]))
         self._slots += [_Slot(group, bundle, request, str(nodes[bundle]), least is not None) for bundle in bundles]
         self._learn_addresses()
         return Slots(self, tuple(range(first, first + request.n)))
@@ -161,9 +160,8 @@ class RayCluster(Cluster):
             slot = slots[rank]
             options: dict[str, Any] = {
                 "num_cpus": 0,
-                "num_gpus": 0.01
-                if slot.request.gpu
-                else 0,  # meshes on the same slots share its GPU, and so do helpers
+                # Meshes on the same slots share its GPU, and so do helpers.
+                "num_gpus": 0.01 if slot.request.gpu else 0,
                 "max_restarts": 0,
                 "max_task_retries": 0,
                 "max_concurrency": threads_of_it,
@@ -179,9 +177,8 @@ class RayCluster(Cluster):
             return kind.options(**options).remote(late, pythons[slot.node].sources, f"{name}[{rank}]", *args)
 
         actors = [start_actor(mesh.name, 1, rank) for rank in range(mesh.size)]
-        helper = functools.partial(
-            start_actor, f"{mesh.name}.helper", SIDE_BY_SIDE + 1
-        )  # One more thread reports the end of the process.
+        # One more thread reports the end of the process.
+        helper = functools.partial(start_actor, f"{mesh.name}.helper", SIDE_BY_SIDE + 1)
         locations = [ActorLocation(node, self._addresses[node], self._hosts[node].clock_skew) for node in nodes]
         processes = RayProcesses(
             mesh, actors, locations, self.deadline, helper, self._meshes if mesh.slots.gpus else ()

@@ -16,9 +16,8 @@ __all__ = ["available_resources", "connect", "disconnect", "list_nodes", "resolv
 
 _CPUS = 64  # The CPUs that a cluster on this machine claims: its processes may share cores.
 _ANSWER_PATIENCE = 20.0  # seconds for a host to answer
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(
-    (0, 0, 0, 4, 0, 0, 0, 0, 0)
-)  # The preface of HTTP/2, and empty settings.
+# The preface of HTTP/2, and empty settings.
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 _START_VARIABLES = {"RAY_prestart_worker_first_driver": "0"}  # nobody uses workers of the driver's interpreter
 
 

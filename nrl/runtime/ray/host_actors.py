@@ -1,6 +1,6 @@
 """Actors that look at the hosts of a cluster: one on each host, beside the programs that run there."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 from nrl.runtime.ray.nodes import pin_to_node, send_by_value
@@ -24,7 +24,7 @@ def connection() -> Connection:
     return Connection(ray.__version__, context.gcs_address, context.get_node_id())
 
 
-def start_on(node: str, cls: type, *args: Any, **options: Any) -> Any:
+def start_on(node: str, cls: type, *args: object, **options: object) -> Any:
     """Start an actor on a node, or nowhere, that takes no CPU from programs.
 
     Args:
@@ -47,11 +47,11 @@ def kill(actors: Iterable[Any]) -> None:
         ray.kill(actor, no_restart=True)
 
 
-def wait_for_all(calls: Mapping[Any, Any], seconds: float) -> bool:
+def wait_for_all(calls: Collection[Any], seconds: float) -> bool:
     """Wait for the replies of all calls, at most so many seconds; return whether all of them have come."""
     import ray
 
-    return not ray.wait(list(calls.values()), num_returns=len(calls), timeout=seconds)[1]
+    return not ray.wait(list(calls), num_returns=len(calls), timeout=seconds)[1]
 
 
 def get_reply(call: Any) -> Any:

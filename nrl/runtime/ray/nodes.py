@@ -83,9 +83,8 @@ def find_interpreters(
         }
     new = set(pythons.items()) - sound
     check = functools.partial(_call_on_nodes, mesh, f"executable '{executable.name}'", "looked at", deadline)
-    torch_version = (
-        None if venv_recipe.interpreter is None else importlib.metadata.version("torch")
-    )  # For others, the lock sets the version.
+    # For others, the lock sets the version.
+    torch_version = None if venv_recipe.interpreter is None else importlib.metadata.version("torch")
     faults = check(check_interpreter, {node: (python, version, ray.__version__, torch_version) for node, python in new})
     for node, fault_text in faults.items():
         if fault_text:
@@ -164,7 +163,7 @@ def get_address(node_id: str) -> str:
     return str(addresses[0]) if addresses else node_id
 
 
-def pin_to_node(node: str) -> dict[str, Any]:
+def pin_to_node(node: str) -> dict[str, object]:
     """Return the options of a task or an actor that runs on this node, or nowhere, and takes no CPU from programs."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

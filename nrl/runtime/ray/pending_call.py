@@ -77,7 +77,7 @@ class Call:
 
     Args:
         actors: the processes.
-        who: how errors name the call.
+        caller: how errors name the call.
         replies: a reference to the reply of each process.
         before: the calls that made its arguments.
         read: the calls among them whose results lie in memory that it shares with others.
@@ -130,14 +130,12 @@ class Call:
         for call in [*first, self]:
             if not call.done and not self.done:
                 for producer in [producer for producer in call.before if not producer.done]:
-                    producer.finish(
-                        remaining()
-                    )  # The call may be on another mesh: if it is late, this call is not to blame.
+                    # The call may be on another mesh: if it is late, this call is not to blame.
+                    producer.finish(remaining())
                 if not call._finish_alone(remaining()):
                     raise self._deadline_error(timeout or 0.0, ended=False)
-            spoilt = (
-                isinstance(call.error, MutatedBatch) and call is not self
-            )  # A mutating call may have written into any value.
+            # A mutating call may have written into any value.
+            spoilt = isinstance(call.error, MutatedBatch) and call is not self
             if (call is self.actors.starting or spoilt) and call.error is not None and not self.done:
                 self._set_error(call.error)
 

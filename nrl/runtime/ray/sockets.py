@@ -41,6 +41,5 @@ def choose_interface(address: str, environ: MutableMapping[str, str] = os.enviro
     """
     if name := find_interface(address):
         environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        environ.setdefault(
-            "NCCL_SOCKET_IFNAME", f"={name}"
-        )  # Without the sign NCCL takes any interface with this prefix.
+        # Without the sign NCCL takes any interface with this prefix.
+        environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")

@@ -134,9 +134,8 @@ class Worker:
             self._offloaded = None
         shared: list[SharedTensors] = []
         function = self._load_function(request.function, items[0])
-        keeps = any(
-            key is not None for key in request.keys
-        )  # A kept value must not lie in memory that other processes read.
+        # A kept value must not lie in memory that other processes read.
+        keeps = any(key is not None for key in request.keys)
         args = [self._load_argument(request.caller, arg, items, shared, copy=keeps) for arg in request.args]
         start, clock = stopwatch()
         try:

@@ -50,7 +50,7 @@ class Recipe:
         executable: the name of the executable.
         interpreter: a path, where no environment is needed (``system``).
         python: the version to build with, such as ``"3.12.1"``.
-        platform: `here` on nodes that can use it.
+        platform: `current_platform` on nodes that can use it.
         requirements: lines of pinned requirements with their hashes.
         wheels: content by file name, of packages that no index has and that have to be installed.
         sources: wheels of packages that work on any path (nrl, the project, and folders that it depends on), by the

@@ -19,9 +19,8 @@ def list_wrong_packages(env: Path, inventory: Mapping[str, Any]) -> Iterator[str
     """
     packages, installed = inventory["packages"], dict[str, str]()
     site = next(env.glob("lib/python*/site-packages"), env)
-    files = {
-        f"{folder}/{file}" for folder, _, names in os.walk(site) for file in names
-    }  # Testing files one by one takes seconds.
+    # Testing files one by one takes seconds.
+    files = {f"{folder}/{file}" for folder, _, names in os.walk(site) for file in names}
     lacking = list[str]()
     for info in sorted(site.glob("*.dist-info")):
         name, _, version = info.name.removesuffix(".dist-info").rpartition("-")

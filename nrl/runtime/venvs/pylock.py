@@ -40,11 +40,9 @@ def choose_python(executable: Executable) -> str:
     ('2.7', True)
     """
     driver_version, version_asked = platform.python_version(), executable.python
-    return (
-        driver_version
-        if version_asked is None or driver_version == version_asked or driver_version.startswith(f"{version_asked}.")
-        else version_asked
-    )
+    if version_asked is None or driver_version == version_asked or driver_version.startswith(f"{version_asked}."):
+        return driver_version
+    return version_asked
 
 
 def marker_environment(executable: Executable) -> Environment:

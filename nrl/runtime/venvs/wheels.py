@@ -168,9 +168,8 @@ def repack(distribution: Distribution, modules: Path | None = None) -> Wheel:
         if row and not (file := PurePosixPath(row[0])).is_absolute() and not {"..", "pylocks"} & {*file.parts}
     ]
     left_out = ("RECORD", "INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.json", "uv_build.json")
-    scripts = {
-        PurePosixPath("bin", entry.name) for entry in distribution.entry_points
-    }  # `--target` has them; made anew
+    # Installing with `--target` writes them anew.
+    scripts = {PurePosixPath("bin", entry.name) for entry in distribution.entry_points}
     files = [
         file
         for file in files

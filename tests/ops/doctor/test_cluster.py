@@ -118,7 +118,7 @@ def test_a_node_that_ray_has_lost_is_told_unless_it_is_back(monkeypatch: pytest.
     nodes = [
         {"Alive": alive, "NodeManagerHostname": name, "NodeManagerAddress": f"10.0.0.{name}"} for name, alive in listed
     ]
-    monkeypatch.setattr(cluster, "list_nodes", lambda alive: [each for each in nodes if each["Alive"] == alive])
+    monkeypatch.setattr(cluster, "list_nodes", lambda alive=True: [each for each in nodes if each["Alive"] == alive])
     [lost] = cluster._find_lost()
     assert (lost.level, lost.host, lost.found) == ("warning", "b", "Ray has lost it (10.0.0.b)")
 
@@ -128,7 +128,7 @@ def test_hosts_that_are_late_are_waited_for(
 ) -> None:
     began = time.monotonic()
 
-    def nodes(alive: bool) -> list[dict[str, Any]]:
+    def nodes(alive: bool = True) -> list[dict[str, Any]]:
         return [{"NodeManagerHostname": name} for name in ("b", "a")[: 1 + (time.monotonic() - began > 0.5)]]
 
     monkeypatch.setattr(cluster, "list_nodes", nodes)

@@ -65,9 +65,8 @@ def unpack_tensors[T](tree: T, tensors: list[Tensor], buffer: Tensor) -> T:
 
 
 def _leaves(tree: Any) -> tuple[list[Any], Any]:
-    return tree_flatten(
-        tree, is_leaf=lambda x: isinstance(x, torch.Size)
-    )  # A flattened torch.Size would come back as a tuple.
+    # A flattened torch.Size would come back as a tuple.
+    return tree_flatten(tree, is_leaf=lambda x: isinstance(x, torch.Size))
 
 
 def _batches(tree: Any) -> list[TensorDictBase]:

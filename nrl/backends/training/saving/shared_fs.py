@@ -49,7 +49,7 @@ def find_host_without_folder(
 
     Args:
         folder: exists, and the program can write there.
-        ask: calls `answer` with these arguments in each process, and returns all answers by rank.
+        ask: calls `answer_note` with these arguments in each process, and returns all answers by rank.
 
     Raises:
         OSError: the program itself cannot write there; a store may raise errors of its own.

@@ -166,9 +166,8 @@ def _empty(piece: Piece) -> Tensor:
 
 def _safetensors(pieces: Sequence[Piece]) -> list[Buffer | Tensor]:
     """Return the content of a file: a header, and then one piece after the other."""
-    pieces = sorted(
-        pieces, key=lambda piece: -piece.tensor.element_size()
-    )  # Wider dtypes first keep each tensor aligned.
+    # Wider dtypes first keep each tensor aligned.
+    pieces = sorted(pieces, key=lambda piece: -piece.tensor.element_size())
     keys, seen = list[str](), Counter[str]()
     for piece in pieces:
         keys.append(f"{piece.name}#{seen[piece.name]}" if seen[piece.name] else piece.name)

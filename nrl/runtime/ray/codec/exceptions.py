@@ -120,9 +120,8 @@ def _shorten_argument(value: Any, caller: str) -> Any:
     if isinstance(value, bytes):
         return _truncate(value)
     parts = _try_serialize(value, caller)
-    fits = (
-        parts is None or num_bytes(parts) <= _MAX_TEXT
-    )  # An argument that cannot be sent fails later, with the full exception.
+    # An argument that cannot be sent fails later, with the full exception.
+    fits = parts is None or num_bytes(parts) <= _MAX_TEXT
     return value if fits else f"<{type(value).__name__} of {num_bytes(parts or []):,} bytes, which were left out>"
 
 

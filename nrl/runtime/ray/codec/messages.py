@@ -42,7 +42,7 @@ class CallRequest(NamedTuple):
     """A request to call a function. The function and its arguments come beside it, serialized.
 
     Args:
-        who: how errors name the call.
+        caller: how errors name the call.
         function: a hash of the function, which is the first item beside the request.
         args: its arguments.
         outs: how its results come back.
